@@ -1,0 +1,59 @@
+"""Every exception that fa2gen raises on purpose.
+
+All derive from ``Fa2genError``; the command line turns them into one line and an exit code. Errors about arguments are
+also ``ValueError``, so that callers who know nothing of fa2gen catch them as they expect.
+"""
+
+from __future__ import annotations
+
+
+class Fa2genError(Exception):
+    """Base of fa2gen's errors; ``str(error)`` is one complete sentence for a person."""
+
+
+class ArgumentError(Fa2genError, ValueError):
+    """A bad argument: the message names it and says what is supported."""
+
+
+class UnsupportedError(ArgumentError):
+    """A valid request that no kernel of this version can serve."""
+
+
+class InfeasibleError(Fa2genError):
+    """A config that breaks a limit of the chip or of the kernel family; the message is the reason."""
+
+
+class ToolchainError(Fa2genError):
+    """nvcc, g++ or a CUDA library is missing or too old; the message says how to get it."""
+
+
+class CompileError(Fa2genError):
+    """A compiler refused a rendered kernel; ``log`` holds its output."""
+
+    def __init__(self, message: str, log: str = "") -> None:
+        super().__init__(message)
+        self.log = log
+
+
+class CacheError(Fa2genError):
+    """The kernel cache cannot be used safely (foreign owner, world-writable)."""
+
+
+class EmulatorError(Fa2genError):
+    """The emulator stopped a kernel: ``name`` is the stable name of the diagnostic."""
+
+    def __init__(self, name: str, message: str) -> None:
+        super().__init__(f"{name}: {message}")
+        self.name = name
+
+
+class LaunchError(Fa2genError):
+    """The CUDA driver refused to load or launch a kernel, or the kernel failed."""
+
+
+class GateError(Fa2genError):
+    """A kernel's result differs from the float64 reference by more than the tolerance rule allows."""
+
+
+class TableError(Fa2genError):
+    """A tuned table cannot be read or written; the file is left as it was."""

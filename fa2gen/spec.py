@@ -1,0 +1,175 @@
+"""What a kernel computes (``KernelSpec``) and how (``FwdConfig``): the identities everything else is keyed by.
+
+A key is derived from the canonical form, which leaves out fields that hold their default: a field added later with a
+default changes no existing key.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from .errors import ArgumentError, UnsupportedError
+
+KINDS = ("fwd",)
+DTYPES = ("fp16", "bf16")
+NATIVE_HEAD_DIMS = (64, 128)
+ALIGNMENTS = (16, 2)
+SOFTMAXES = ("online", "guarded")
+
+_Identity = TypeVar("_Identity", bound="_Canonical")
+
+
+class _Canonical:
+    """Canonical form and key of a frozen dataclass."""
+
+    # Always written, whatever their value: a table row that leaves them out would be unreadable.
+    _always: tuple[str, ...] = ()
+
+    def canonical(self) -> dict[str, Any]:
+        """Fields that differ from their default (and the ones a reader always needs), in declaration order."""
+        form = {}
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            value = getattr(self, field.name)
+            if field.name in self._always or value != field.default:
+                form[field.name] = value
+        return form
+
+    @classmethod
+    def from_canonical(cls: type[_Identity], form: dict[str, Any]) -> _Identity:
+        """Inverse of :meth:`canonical`.
+
+        Raises:
+            ArgumentError: A field is unknown or its value is not legal.
+        """
+        known = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+        unknown = sorted(set(form) - known)
+        if unknown:
+            raise ArgumentError(f"{cls.__name__} has no field {', '.join(unknown)}; fields are {', '.join(sorted(known))}")
+        return cls(**form)
+
+    def key(self) -> str:
+        """First 16 hex digits of the SHA-256 of the canonical form."""
+        return hashlib.sha256(json.dumps(self.canonical(), sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _require_int(name: str, value: object, minimum: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        raise ArgumentError(f"{name} must be an integer of at least {minimum}, got {value!r}")
+
+
+def _require_bool(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ArgumentError(f"{name} must be True or False, got {value!r}")
+
+
+def _require_one_of(name: str, value: object, allowed: tuple[Any, ...]) -> None:
+    if value not in allowed:
+        raise ArgumentError(f"{name} must be one of {', '.join(map(str, allowed))}, got {value!r}")
+
+
+@dataclass(frozen=True)
+class KernelSpec(_Canonical):
+    """What a kernel computes; everything here is a constant of the compiled code.
+
+    Attributes:
+        kind: ``"fwd"``.
+        head_dim: Head dimension of q, k and v, 1 to 128. Tiles have the width of ``native_head_dim``; columns beyond
+            ``head_dim`` are neither read nor written.
+        dtype: ``"fp16"`` or ``"bf16"``, of q, k, v and the output. Accumulation is float32.
+        causal: Query i sees key j iff ``j <= i + seqlen_k - seqlen_q`` (bottom-right alignment).
+        gqa_ratio: Query heads per key/value head; query head h reads key/value head ``h // gqa_ratio``.
+        alignment: 16: every base address and stride is a multiple of 16 bytes, so rows move as 16-byte vectors.
+            2: any element-aligned view, moved element by element.
+    """
+
+    kind: str = "fwd"
+    head_dim: int = 128
+    dtype: str = "bf16"
+    causal: bool = False
+    gqa_ratio: int = 1
+    alignment: int = 16
+
+    _always = ("kind", "head_dim", "dtype", "causal", "gqa_ratio")
+
+    def __post_init__(self) -> None:
+        _require_one_of("kind", self.kind, KINDS)
+        _require_int("head_dim", self.head_dim, 1)
+        _require_one_of("dtype", self.dtype, DTYPES)
+        _require_bool("causal", self.causal)
+        _require_int("gqa_ratio", self.gqa_ratio, 1)
+        _require_one_of("alignment", self.alignment, ALIGNMENTS)
+        if self.head_dim > NATIVE_HEAD_DIMS[-1]:
+            raise UnsupportedError(
+                f"head_dim {self.head_dim} is not supported: this version has kernels for head dims 1 to "
+                f"{NATIVE_HEAD_DIMS[-1]}"
+                + ("; 136 to 256 are planned" if self.head_dim <= 256 else "; beyond 256 nothing is planned")
+            )
+        if self.alignment == 16 and self.head_dim % 8:
+            raise ArgumentError(
+                f"alignment 16 needs a head_dim that is a multiple of 8, got {self.head_dim}; use alignment 2"
+            )
+
+    @property
+    def native_head_dim(self) -> int:
+        """Width of the tiles: the smallest native head dim that holds ``head_dim``."""
+        return next(native for native in NATIVE_HEAD_DIMS if native >= self.head_dim)
+
+    def slug(self) -> str:
+        """Readable identity for file and kernel names, e.g. ``fwd_d128_bf16_causal_gqa8``."""
+        parts = [self.kind, f"d{self.head_dim}", self.dtype, "causal" if self.causal else "full", f"gqa{self.gqa_ratio}"]
+        if self.alignment != 16:
+            parts.append(f"align{self.alignment}")
+        return "_".join(parts)
+
+
+@dataclass(frozen=True)
+class FwdConfig(_Canonical):
+    """How the forward kernel of the sm80 family computes it: the tunables.
+
+    Which combinations are legal for a spec on a chip is decided in ``constraints.py`` alone.
+
+    Attributes:
+        block_m: Query rows per thread block (B_r).
+        block_n: Keys per tile in shared memory (B_c).
+        step_n: Keys per softmax step; divides ``block_n``. Scores of one step live in registers.
+        num_warps: Warps per block; each owns ``block_m / num_warps`` query rows.
+        num_stages: K and V tiles in shared memory; 1 shares FA2's two-barrier schedule, 2 and 3 prefetch whole tiles.
+        q_in_regs: Keep Q's fragments in registers instead of re-reading them from shared memory for every tile.
+        softmax: ``"online"``: running maximum for every step. ``"guarded"``: the maximum of the first visible keys stays
+            the reference; a step whose row sums show that it no longer serves is repeated with the online formula.
+        min_blocks: Resident blocks per SM that the register budget must allow (``__launch_bounds__``).
+    """
+
+    family: str = "sm80"
+    block_m: int = 128
+    block_n: int = 64
+    step_n: int = 64
+    num_warps: int = 4
+    num_stages: int = 2
+    q_in_regs: bool = False
+    softmax: str = "online"
+    min_blocks: int = 1
+
+    _always = ("family", "block_m", "block_n", "step_n", "num_warps", "num_stages", "q_in_regs", "softmax", "min_blocks")
+
+    def __post_init__(self) -> None:
+        _require_one_of("family", self.family, ("sm80",))
+        for name in ("block_m", "block_n", "step_n", "num_warps", "num_stages", "min_blocks"):
+            _require_int(name, getattr(self, name), 1)
+        _require_bool("q_in_regs", self.q_in_regs)
+        _require_one_of("softmax", self.softmax, SOFTMAXES)
+
+    @property
+    def num_threads(self) -> int:
+        return 32 * self.num_warps
+
+    def slug(self) -> str:
+        """Readable identity, e.g. ``sm80_128x64s64_w4_st2_qs_guarded_mb2``."""
+        return (
+            f"{self.family}_{self.block_m}x{self.block_n}s{self.step_n}_w{self.num_warps}_st{self.num_stages}"
+            f"_{'qr' if self.q_in_regs else 'qs'}_{self.softmax}_mb{self.min_blocks}"
+        )
