@@ -1,0 +1,1 @@
+"""The sub-commands of the ``fa2gen`` command line, one a module."""
