@@ -1,0 +1,82 @@
+# From a bare clone with python3 (3.10 or newer) and g++, no root:
+#   make tune    set up .venv, then tune the forward kernels of head dim 128 for an A100
+#   make test    set up .venv, then run the tests that take minutes
+#
+# PYTHON=python3.12 picks the interpreter, VENV=path the environment, TUNE_ARGS and PYTEST_ARGS are passed on.
+
+PYTHON ?= python3
+VENV ?= .venv
+GPU ?= a100
+HEADDIM ?= 128
+TUNE_ARGS ?=
+PYTEST_ARGS ?=
+
+BIN = $(VENV)/bin
+PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: tune test test-full lint format clean
+
+tune: $(VENV)/.nvcc
+	$(BIN)/fa2gen tune --headdim $(HEADDIM) --gpu $(GPU) $(TUNE_ARGS)
+
+test: $(VENV)/.nvcc $(VENV)/.test
+	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
+
+test-full: $(VENV)/.nvcc $(VENV)/.test
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(VENV)/.lint
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	find templates fa2gen -name '*.cuh' -o -name '*.h' -o -name '*.cpp' | xargs $(BIN)/clang-format --dry-run --Werror
+
+format: $(VENV)/.lint
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	find templates fa2gen -name '*.cuh' -o -name '*.h' -o -name '*.cpp' | xargs $(BIN)/clang-format -i
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+
+# Debian ships venv without ensurepip: a python3 with pip but without python3-venv can still fill the environment.
+$(VENV)/.venv:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || \
+	    { echo 'error: $(PYTHON) is missing or older than 3.10; try make PYTHON=python3.11 ...' >&2; exit 1; }
+	@if $(PYTHON) -c 'import ensurepip' 2>/dev/null; then \
+	    $(PYTHON) -m venv $(VENV); \
+	elif $(PYTHON) -m pip --version >/dev/null 2>&1 && $(PYTHON) -m venv --without-pip $(VENV); then \
+	    $(PYTHON) -m pip --quiet --python $(BIN)/python install pip; \
+	else \
+	    echo 'error: $(PYTHON) has neither ensurepip nor pip, so no environment can be made;' \
+	         'install python3-venv (Debian, Ubuntu), or give an interpreter that has it: make PYTHON=...' >&2; \
+	    rm -rf $(VENV); exit 1; \
+	fi
+	@touch $@
+
+# torch by itself and first: with it in place, pip keeps this build and does not look at newer, larger ones.
+$(VENV)/.torch: constraints.txt | $(VENV)/.venv
+	@echo 'installing torch (a few minutes on a slow line) ...'
+	$(PIP_INSTALL) torch
+	@touch $@
+
+$(VENV)/.install: pyproject.toml $(VENV)/.torch
+	$(PIP_INSTALL) -e .
+	@touch $@
+
+$(VENV)/.nvcc: $(VENV)/.install
+	@if $(BIN)/python -c 'from fa2gen.compile.nvcc import find_nvcc; find_nvcc()' 2>/dev/null; then \
+	    echo 'nvcc: found'; \
+	else \
+	    echo 'nvcc: none found, installing it into $(VENV) (105 MB)'; \
+	    $(PIP_INSTALL) -e '.[nvcc]'; \
+	fi
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.install
+	$(PIP_INSTALL) -e '.[test]'
+	@touch $@
+
+$(VENV)/.lint: $(VENV)/.install
+	$(PIP_INSTALL) -e '.[lint,test]'
+	@touch $@
