@@ -1,0 +1,167 @@
+"""Which config to use for a spec and a size on a GPU, and why."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from fa2gen.constraints import default_config, infeasible_reason
+from fa2gen.errors import TableError
+from fa2gen.hardware import Gpu
+from fa2gen.problem import Bucket
+from fa2gen.spec import FwdConfig, KernelSpec
+
+from . import store
+from .schema import Table, TunedEntry
+
+# What had to be relaxed, least first; each name also allows all before it.
+SOURCES = ("exact", "alignment", "nearest bucket", "native head dim", "other dtype", "nearest gqa ratio", "other gpu")
+DEFAULT_SOURCE = "default"
+
+
+@dataclass(frozen=True)
+class Match:
+    """A config and where it comes from.
+
+    Attributes:
+        config: Legal for the caller's spec on the caller's GPU.
+        source: One of ``SOURCES`` or ``"default"``: the furthest relaxation that was needed.
+        distance: How far the bucket and the GQA ratio are, in powers of two; 0 for an exact match or the default.
+        stale: Nearer entries were passed over because the kernel's templates have changed since (``table check``).
+        entry: The entry borrowed from; None for the default.
+        gpu: Name of the GPU whose table it came from; ``""`` for the default.
+    """
+
+    config: FwdConfig
+    source: str
+    distance: float
+    stale: bool
+    entry: TunedEntry | None
+    gpu: str = ""
+
+    def describe(self) -> str:
+        """One line for people: the config, its source and how it is known."""
+        text = f"{self.config.slug()}: {self.source}"
+        if self.entry is not None:
+            entry = self.entry
+            text += f", {entry.measurement.kind}, from {self.gpu} {entry.spec.slug()} {entry.bucket.label()}"
+        return text + (" (nearer entries are stale)" if self.stale else "")
+
+
+def lookup(
+    spec: KernelSpec,
+    bucket: Bucket,
+    gpu: Gpu,
+    *,
+    template_hash: Callable[[str, str], str] | None = None,
+    roots: Sequence[Path] | None = None,
+    strict: bool | None = None,
+) -> Match:
+    """The config to use.
+
+    The order, each step legal on this GPU: exact; for alignment 2 the alignment-16 entry; the nearest bucket; the
+    native head dim above; the other 16-bit dtype; the nearest GQA ratio; another GPU of the same target; the default
+    config. Later steps include the earlier relaxations. Kind and causal never relax. Of equally near entries a measured
+    one wins, then the newer.
+
+    Args:
+        spec: The caller's spec.
+        bucket: The caller's sizes.
+        gpu: The GPU at hand.
+        template_hash: ``codegen.template_hash``; entries of another hash are passed over. None accepts every entry.
+        roots: Folders of tables; default the user's and the package's.
+        strict: Anything but an exact match is an error; default ``FA2GEN_STRICT=1`` in the environment.
+
+    Raises:
+        TableError: ``strict``, and there is no exact match.
+    """
+    if strict is None:
+        strict = os.environ.get("FA2GEN_STRICT", "") not in ("", "0")
+    stale = False
+    for cost, entry, owner in sorted(_candidates(spec, bucket, gpu, roots), key=lambda item: item[0]):
+        if template_hash is not None and not _is_current(entry, template_hash):
+            stale = True
+            continue
+        if infeasible_reason(spec, entry.config, gpu.arch) is not None:
+            continue
+        match = Match(entry.config, cost.source, cost.bucket + cost.gqa_ratio, stale, entry, owner)
+        break
+    else:
+        match = Match(default_config(spec), DEFAULT_SOURCE, 0.0, stale, None)
+    if strict and match.source != "exact":
+        raise TableError(
+            f"FA2GEN_STRICT: no tuned entry for {spec.slug()} {bucket.label()} on {gpu.name}; the nearest is "
+            f"{match.describe()}. Run: fa2gen tune --headdim {spec.head_dim} --gpu {gpu.name}"
+        )
+    return match
+
+
+class _Cost(NamedTuple):
+    """How far a candidate is, compared left to right: the furthest relaxation first, then how well it is known."""
+
+    other_gpu: bool
+    gqa_ratio: float
+    dtype: bool
+    head_dim: bool
+    bucket: float
+    alignment: bool
+    predicted: bool
+    age: int
+
+    @property
+    def source(self) -> str:
+        relaxed = (self.alignment, self.bucket, self.head_dim, self.dtype, self.gqa_ratio, self.other_gpu)
+        return SOURCES[max((step for step, value in enumerate(relaxed, start=1) if value), default=0)]
+
+
+def _candidates(
+    spec: KernelSpec, bucket: Bucket, gpu: Gpu, roots: Sequence[Path] | None
+) -> Iterator[tuple[_Cost, TunedEntry, str]]:
+    for table in _tables(spec.kind, gpu, store.search_dirs() if roots is None else roots):
+        for entry in table.entries:
+            other = entry.spec
+            if other.causal != spec.causal or other.alignment not in (spec.alignment, 16):
+                continue
+            if other.head_dim not in (spec.head_dim, spec.native_head_dim):
+                continue
+            measured, utc = entry.rank()
+            cost = _Cost(
+                other_gpu=table.gpu != gpu.name,
+                gqa_ratio=abs(math.log2(other.gqa_ratio / spec.gqa_ratio)),
+                dtype=other.dtype != spec.dtype,
+                head_dim=other.head_dim != spec.head_dim,
+                bucket=bucket_distance(entry.bucket, bucket),
+                alignment=other.alignment != spec.alignment,
+                predicted=not measured,
+                age=-int("".join(filter(str.isdigit, utc))),
+            )
+            yield cost, entry, table.gpu
+
+
+def bucket_distance(a: Bucket, b: Bucket) -> float:
+    """Powers of two between two buckets. Waves count half: they follow from the lengths for most callers."""
+    lengths = abs(a.log2_seqlen_q - b.log2_seqlen_q) + abs(a.log2_seqlen_k - b.log2_seqlen_k)
+    return lengths + 0.5 * abs(a.log2_waves - b.log2_waves)
+
+
+def _tables(kind: str, gpu: Gpu, roots: Sequence[Path]) -> Iterator[Table]:
+    for root in roots:
+        own = store.cached_table(store.table_path(root, gpu.name, kind))
+        if own is not None:
+            yield own
+        try:
+            others = sorted(path for path in root.iterdir() if path.name != gpu.name)
+        except OSError:
+            continue
+        for folder in others:
+            table = store.cached_table(store.table_path(root, folder.name, kind))
+            if table is not None and table.target == gpu.target:
+                yield table
+
+
+def _is_current(entry: TunedEntry, template_hash: Callable[[str, str], str]) -> bool:
+    return entry.provenance.template_hash == template_hash(entry.spec.kind, entry.config.family)

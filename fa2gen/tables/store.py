@@ -1,0 +1,174 @@
+"""Table files: where they lie, how they are read fast and written so that no crash or second writer damages them."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+import threading
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from fa2gen.data import data_dir
+from fa2gen.errors import TableError
+from fa2gen.hardware import Gpu
+from fa2gen.problem import Bucket
+from fa2gen.spec import KernelSpec
+
+from .schema import Table, TunedEntry, parse_table, render_table, utc_now
+
+_Signature = tuple[int, int, int]
+_cache: dict[Path, tuple[_Signature, Table | None]] = {}
+_cache_lock = threading.Lock()
+
+
+def package_dir() -> Path:
+    """Folder of the tables that ship with fa2gen; never written at run time."""
+    return data_dir("tuned_tables")
+
+
+def user_dir() -> Path:
+    """Folder of the user's own tables: ``$FA2GEN_TABLES_DIR``, else ``fa2gen/tables`` in the XDG data directory."""
+    if chosen := os.environ.get("FA2GEN_TABLES_DIR"):
+        return Path(chosen).expanduser()
+    base = os.environ.get("XDG_DATA_HOME") or "~/.local/share"
+    return Path(base).expanduser() / "fa2gen" / "tables"
+
+
+def search_dirs() -> tuple[Path, ...]:
+    """Folders that lookups read: the user's, then the package's."""
+    return (user_dir(), package_dir())
+
+
+def table_path(root: Path, gpu: str, kind: str) -> Path:
+    """File of one GPU's tuned entries for one kernel kind."""
+    return root / gpu / f"{kind}.json"
+
+
+def load_table(path: Path) -> Table | None:
+    """Reads a table file; None if there is none.
+
+    Raises:
+        TableError: The file cannot be read or is not a valid table of the GPU and kind that its path names.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise TableError(f"{path} cannot be read: {error}") from None
+    return parse_table(text, str(path), gpu=path.parent.name, kind=path.stem)
+
+
+def cached_table(path: Path) -> Table | None:
+    """Like :func:`load_table`, but for run time: cached until the file changes, and a bad file counts as none.
+
+    A bad file is named in one warning for each state of the file, so that an application neither crashes nor is
+    flooded.
+    """
+    try:
+        stat = path.stat()
+    except OSError:
+        return None
+    signature = (stat.st_mtime_ns, stat.st_size, stat.st_ino)
+    with _cache_lock:
+        hit = _cache.get(path)
+        if hit is not None and hit[0] == signature:
+            return hit[1]
+    try:
+        table = load_table(path)
+    except TableError as error:
+        table = None
+        warnings.warn(f"ignoring a tuned table: {error}", RuntimeWarning, stacklevel=2)
+    with _cache_lock:
+        _cache[path] = (signature, table)
+    return table
+
+
+def merge_entries(old: Iterable[TunedEntry], new: Iterable[TunedEntry]) -> tuple[TunedEntry, ...]:
+    """Union of two sets of entries, one for each spec and bucket.
+
+    Measured wins over predicted, whatever their age and templates; else the newer wins, and ``new`` on equal times.
+    """
+    merged: dict[tuple[KernelSpec, Bucket], TunedEntry] = {entry.key: entry for entry in old}
+    for entry in new:
+        present = merged.get(entry.key)
+        if present is None or entry.rank() >= present.rank():
+            merged[entry.key] = entry
+    return tuple(merged.values())
+
+
+def save_entries(gpu: Gpu, entries: Sequence[TunedEntry], *, root: Path | None = None) -> list[Path]:
+    """Merges entries into a GPU's tables (:func:`merge_entries`), atomically and safe against other writers.
+
+    Args:
+        gpu: The GPU they hold for.
+        entries: Entries of any kinds.
+        root: Folder of tables; default :func:`user_dir`.
+
+    Returns:
+        The files written.
+
+    Raises:
+        TableError: A file cannot be written, or was written by a newer fa2gen. A file that is damaged is copied to
+            ``<name>.damaged-<utc>-<pid>`` before it is replaced.
+    """
+    root = user_dir() if root is None else Path(root)
+    paths = []
+    for kind in sorted({entry.spec.kind for entry in entries}):
+        path = table_path(root, gpu.name, kind)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with _locked(path):
+                present = _present_entries(path)
+                merged = merge_entries(present, [entry for entry in entries if entry.spec.kind == kind])
+                _write_atomically(path, render_table(Table(gpu.name, gpu.target, kind, merged)))
+        except OSError as error:
+            raise TableError(f"{path} cannot be written: {error}") from None
+        paths.append(path)
+    return paths
+
+
+def _present_entries(path: Path) -> tuple[TunedEntry, ...]:
+    try:
+        table = load_table(path)
+    except TableError as error:
+        if "install a newer fa2gen" in str(error):
+            raise
+        backup = path.with_name(f"{path.name}.damaged-{utc_now().replace(':', '')}-{os.getpid()}")
+        shutil.copy2(path, backup)
+        warnings.warn(f"{error}; it is kept as {backup.name} and replaced", RuntimeWarning, stacklevel=3)
+        return ()
+    return table.entries if table else ()
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Exclusive lock among processes and threads; the kernel drops it when its holder dies, however it dies."""
+    with open(path.with_name(f".{path.name}.lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    """Readers see the old file or the new one, also after a power cut: data before name, name before return."""
+    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
