@@ -48,7 +48,9 @@ class _Canonical:
         known = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
         unknown = sorted(set(form) - known)
         if unknown:
-            raise ArgumentError(f"{cls.__name__} has no field {', '.join(unknown)}; fields are {', '.join(sorted(known))}")
+            raise ArgumentError(
+                f"{cls.__name__} has no field {', '.join(unknown)}; fields are {', '.join(sorted(known))}"
+            )
         return cls(**form)
 
     def key(self) -> str:
@@ -120,7 +122,13 @@ class KernelSpec(_Canonical):
 
     def slug(self) -> str:
         """Readable identity for file and kernel names, e.g. ``fwd_d128_bf16_causal_gqa8``."""
-        parts = [self.kind, f"d{self.head_dim}", self.dtype, "causal" if self.causal else "full", f"gqa{self.gqa_ratio}"]
+        parts = [
+            self.kind,
+            f"d{self.head_dim}",
+            self.dtype,
+            "causal" if self.causal else "full",
+            f"gqa{self.gqa_ratio}",
+        ]
         if self.alignment != 16:
             parts.append(f"align{self.alignment}")
         return "_".join(parts)
@@ -154,7 +162,17 @@ class FwdConfig(_Canonical):
     softmax: str = "online"
     min_blocks: int = 1
 
-    _always = ("family", "block_m", "block_n", "step_n", "num_warps", "num_stages", "q_in_regs", "softmax", "min_blocks")
+    _always = (
+        "family",
+        "block_m",
+        "block_n",
+        "step_n",
+        "num_warps",
+        "num_stages",
+        "q_in_regs",
+        "softmax",
+        "min_blocks",
+    )
 
     def __post_init__(self) -> None:
         _require_one_of("family", self.family, ("sm80",))

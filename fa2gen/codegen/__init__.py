@@ -1,0 +1,17 @@
+"""Rendering: a spec and a config become one kernel source (layer 3)."""
+
+from .manifest import manifest, template_hash
+from .params import FWD_PARAMS, PARAMS, Field, ParamStruct
+from .render import KernelSource, entry_name, render_kernel
+
+__all__ = [
+    "FWD_PARAMS",
+    "PARAMS",
+    "Field",
+    "KernelSource",
+    "ParamStruct",
+    "entry_name",
+    "manifest",
+    "render_kernel",
+    "template_hash",
+]

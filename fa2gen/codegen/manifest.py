@@ -1,0 +1,56 @@
+"""Which template files make a kernel, and the hash that tells whether a tuned entry is stale."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+
+from ..data import data_dir
+from ..errors import UnsupportedError
+from .params import PARAMS
+
+# (kind, family) -> template of the kernel body, and the headers it includes in that order.
+_BODIES = {
+    ("fwd", "sm80"): (
+        "kernels/flash_fwd_sm80.cu.j2",
+        ("sm80/tile.cuh", "sm80/gemm.cuh", "sm80/mask.cuh", "sm80/softmax.cuh", "sm80/schedule.cuh"),
+    ),
+}
+# family -> what precedes the body when it is compiled for a GPU: the types, which the host shares, and the primitives.
+_PLATFORM_HEADERS = {"sm80": ("common/types.cuh", "sm80/primitives.cuh")}
+
+
+def body_template(kind: str, family: str) -> str:
+    """Template name of a kernel's body, relative to the templates folder."""
+    return _entry(kind, family)[0]
+
+
+def platform_headers(family: str) -> tuple[str, ...]:
+    """Headers that precede the body on a GPU, relative to the templates folder."""
+    return _PLATFORM_HEADERS[family]
+
+
+def manifest(kind: str, family: str) -> tuple[str, ...]:
+    """Every template file that takes part in a kernel, relative to the templates folder."""
+    body, headers = _entry(kind, family)
+    return (body, *headers, *_PLATFORM_HEADERS[family])
+
+
+def _entry(kind: str, family: str) -> tuple[str, tuple[str, ...]]:
+    if (kind, family) not in _BODIES:
+        known = ", ".join(f"{k}/{f}" for k, f in sorted(_BODIES))
+        raise UnsupportedError(f"no template for kind {kind!r}, family {family!r}; there are {known}")
+    return _BODIES[kind, family]
+
+
+@functools.cache
+def template_hash(kind: str, family: str) -> str:
+    """16 hex digits over the kernel's own manifest and parameter struct.
+
+    An edit to another family's files leaves it alone, so it does not make this kernel's tuned entries stale.
+    """
+    digest = hashlib.sha256(PARAMS[kind].declaration().encode())
+    root = data_dir("templates")
+    for name in manifest(kind, family):
+        digest.update(name.encode() + b"\0" + (root / name).read_bytes() + b"\0")
+    return digest.hexdigest()[:16]

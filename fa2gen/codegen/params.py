@@ -1,0 +1,104 @@
+"""Parameter structs of the kernels: one list of fields, rendered into the kernel and packed by the host."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+# C type -> (struct code, size and alignment in bytes). All fields are naturally aligned, as in C++.
+_TYPES = {"pointer": ("Q", 8), "i64": ("q", 8), "int": ("i", 4), "float": ("f", 4)}
+
+
+@dataclass(frozen=True)
+class Field:
+    """One field: C++ type as kernel text writes it, name, and what it means."""
+
+    ctype: str
+    name: str
+    meaning: str
+
+    @property
+    def kind(self) -> str:
+        return "pointer" if self.ctype.startswith("gptr<") else self.ctype
+
+
+@dataclass(frozen=True)
+class ParamStruct:
+    """A kernel's parameter struct.
+
+    Attributes:
+        name: C++ name.
+        fields: In order; fields of 8 bytes come before fields of 4, so that there is no padding inside.
+    """
+
+    name: str
+    fields: tuple[Field, ...]
+
+    @property
+    def format(self) -> str:
+        """``struct`` format of the packed bytes, little-endian, without padding."""
+        return "<" + "".join(_TYPES[field.kind][0] for field in self.fields)
+
+    @property
+    def size(self) -> int:
+        """Bytes; a multiple of 8, so that it equals C++'s sizeof."""
+        return struct.calcsize(self.format)
+
+    @property
+    def pointers(self) -> tuple[str, ...]:
+        """Names of the pointer fields, which lead the struct: pointer i lies at byte 8 * i."""
+        return tuple(field.name for field in self.fields if field.kind == "pointer")
+
+    def declaration(self) -> str:
+        """The C++ declaration, one commented field a line."""
+        width = max(len(f"{field.ctype} {field.name};") for field in self.fields)
+        lines = [f"struct {self.name} {{"]
+        lines += [f"  {f'{field.ctype} {field.name};':<{width}}  // {field.meaning}" for field in self.fields]
+        lines += ["};", f'static_assert(sizeof({self.name}) == {self.size}, "the host packs {self.size} bytes");']
+        return "\n".join(lines)
+
+    def pack(self, **values: int | float) -> bytes:
+        """Packs the struct; pointer fields left out are null.
+
+        Raises:
+            KeyError: A field that is not a pointer is missing.
+        """
+        unknown = set(values) - {field.name for field in self.fields}
+        if unknown:
+            raise KeyError(f"{self.name} has no field {', '.join(sorted(unknown))}")
+        ordered = [values.get(f.name, 0) if f.kind == "pointer" else values[f.name] for f in self.fields]
+        return struct.pack(self.format, *ordered)
+
+
+def _strides(tensor: str) -> tuple[Field, ...]:
+    return tuple(
+        Field("i64", f"{tensor}_{axis}_stride", f"elements from one {meaning} of {tensor} to the next")
+        for axis, meaning in (("batch", "batch"), ("row", "row"), ("head", "head"))
+    )
+
+
+FWD_PARAMS = ParamStruct(
+    "FwdParams",
+    (
+        Field("gptr<const Element>", "q", "(batch, seqlen_q, num_heads, head_dim), any strides"),
+        Field("gptr<const Element>", "k", "(batch, seqlen_k, num_heads / kGqaRatio, head_dim), any strides"),
+        Field("gptr<const Element>", "v", "like k"),
+        Field("gptr<Element>", "o", "like q"),
+        Field("gptr<float>", "lse", "(batch, num_heads, seqlen_q), contiguous, natural log; or null"),
+        Field("gptr<u32>", "repairs", "guarded softmax: counts repeated steps, one per warp; or null"),
+        *_strides("q"),
+        *_strides("k"),
+        *_strides("v"),
+        *_strides("o"),
+        Field("int", "batch", "at least 1"),
+        Field("int", "num_heads", "query heads"),
+        Field("int", "seqlen_q", "at least 1"),
+        Field("int", "seqlen_k", "may be 0"),
+        Field("int", "num_m_blocks", "ceil(seqlen_q / kBlockM)"),
+        Field("int", "heads_per_section", "heads whose K and V share L2 at a time (any number of at least 1 is right)"),
+        Field("float", "softmax_scale", "of the LSE; O uses scale_log2"),
+        Field("float", "scale_log2", "softmax_scale * log2(e), positive"),
+    ),
+)
+
+PARAMS = {"fwd": FWD_PARAMS}

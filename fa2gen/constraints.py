@@ -1,0 +1,109 @@
+"""Which configs are legal, and the shared-memory plan: the only arithmetic on shared memory and registers there is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .hardware import ArchLimits, occupancy
+from .spec import FwdConfig, KernelSpec
+
+_BYTES_PER_ELEMENT = 2
+# Registers beyond accumulators and fragments: addresses, row state, loop and schedule. Compiled kernels of the sm80
+# family use 30 to 60 besides; 24 keeps every config that can compile without spilling in the space.
+_REGISTERS_BESIDES = 24
+
+
+@dataclass(frozen=True)
+class SmemPlan:
+    """Byte offsets of the tiles in a block's dynamic shared memory: Q, then all stages of K, then all of V.
+
+    O leaves through Q's area.
+    """
+
+    q: int
+    k: int
+    v: int
+    total: int
+
+
+def smem_plan(spec: KernelSpec, config: FwdConfig) -> SmemPlan:
+    """Where the tiles lie; rendered into the kernel, which asserts it."""
+    row = spec.native_head_dim * _BYTES_PER_ELEMENT
+    k = config.block_m * row
+    v = k + config.num_stages * config.block_n * row
+    return SmemPlan(q=0, k=k, v=v, total=v + config.num_stages * config.block_n * row)
+
+
+def estimate_registers(spec: KernelSpec, config: FwdConfig) -> int:
+    """Lower estimate of the registers a thread needs without spilling.
+
+    acc_o and acc_s in float32, Q's fragments where they are kept, and a fixed part. P's fragments take over acc_s's
+    registers as it dies.
+    """
+    rows = config.block_m // config.num_warps
+    acc_o = rows * spec.native_head_dim // 32
+    acc_s = rows * config.step_n // 32
+    frag_q = rows * spec.native_head_dim // 64 if config.q_in_regs else 0
+    return acc_o + acc_s + frag_q + _REGISTERS_BESIDES
+
+
+def infeasible_reason(spec: KernelSpec, config: FwdConfig, arch: ArchLimits) -> str | None:
+    """Why a config cannot serve a spec on an architecture, or None if it can.
+
+    The reason is one clause that names the tunable and the limit.
+    """
+    for check in (_shape_reason, _block_reason, _residency_reason):
+        reason = check(spec, config, arch)
+        if reason:
+            return reason
+    return None
+
+
+def _shape_reason(spec: KernelSpec, config: FwdConfig, arch: ArchLimits) -> str | None:
+    if config.num_warps not in (1, 2, 4, 8, 16):
+        return f"num_warps {config.num_warps} is not a power of two up to 16"
+    rows = config.block_m // config.num_warps
+    if config.block_m % (16 * config.num_warps):
+        return f"block_m {config.block_m} does not give each of {config.num_warps} warps whole 16-row tiles"
+    if rows > 64:
+        return f"{rows} query rows a warp: above 64 the accumulators cannot fit"
+    if config.block_n % (4 * config.num_warps) or config.block_n % 16:
+        return f"block_n {config.block_n} is not whole copy passes of {4 * config.num_warps} rows"
+    if config.num_warps < 2:
+        return "one warp copies 4 rows a pass, but the swizzle needs 8"
+    if config.block_n % config.step_n or config.step_n % 16:
+        return f"step_n {config.step_n} does not divide block_n {config.block_n} into multiples of 16 keys"
+    if config.block_n > 256:
+        return f"block_n {config.block_n} is above 256"
+    if config.num_stages > 3:
+        return f"num_stages {config.num_stages} is above 3"
+    if config.num_stages == 1 and config.step_n != config.block_n:
+        return "num_stages 1 needs step_n == block_n: K is released after one step"
+    return None
+
+
+def _block_reason(spec: KernelSpec, config: FwdConfig, arch: ArchLimits) -> str | None:
+    smem = smem_plan(spec, config).total
+    if smem > arch.max_smem_per_block:
+        return f"{smem} bytes of shared memory, {arch.target} grants a block {arch.max_smem_per_block}"
+    if config.num_threads > arch.max_threads_per_block:
+        return f"{config.num_threads} threads, a block may have {arch.max_threads_per_block}"
+    registers = estimate_registers(spec, config)
+    if registers > arch.max_registers_per_thread:
+        return f"at least {registers} registers a thread, {arch.max_registers_per_thread} exist"
+    return None
+
+
+def _residency_reason(spec: KernelSpec, config: FwdConfig, arch: ArchLimits) -> str | None:
+    registers = min(arch.max_registers_per_thread, estimate_registers(spec, config))
+    possible = occupancy(arch, config.num_threads, registers, smem_plan(spec, config).total)
+    if possible.blocks_per_sm < config.min_blocks:
+        return f"min_blocks {config.min_blocks}: only {possible.blocks_per_sm} fit an SM, limited by {possible.limiter}"
+    return None
+
+
+def default_config(spec: KernelSpec) -> FwdConfig:
+    """A config that is legal for every spec on every architecture from 8.0 up: 64 KiB at head dim 128."""
+    if spec.native_head_dim <= 64:
+        return FwdConfig(block_m=128, block_n=64, step_n=64, num_warps=4, num_stages=2, min_blocks=2)
+    return FwdConfig(block_m=128, block_n=32, step_n=32, num_warps=4, num_stages=2, min_blocks=1)

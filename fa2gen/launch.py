@@ -1,0 +1,117 @@
+"""From a problem to launches: grid, parameters, workspaces. The one place where a kernel's launch rule is computed.
+
+A plan is a list from the start: the forward has one launch and no workspace; kinds that need several (a backward, a
+split over keys) add to the lists.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from .codegen import FWD_PARAMS
+from .errors import ArgumentError, UnsupportedError
+from .problem import Problem
+from .spec import FwdConfig, KernelSpec
+from .constraints import smem_plan
+
+POINTERS = FWD_PARAMS.pointers
+"""Pointer fields that lead the parameter struct: pointer i is the 8 bytes at 8 * i. Null in a fresh plan."""
+
+_MAX_GRID_X = 2**31 - 1
+# Key and query indices are 32-bit in the kernel, and a tile may reach 256 beyond the end.
+_MAX_SEQLEN = 2**31 - 512
+# The kernel multiplies scores by scale_log2 even where softmax_scale is 0. A positive value this small makes every
+# exponent 0 for any finite score, while -inf, a masked score, stays -inf (0 * -inf would be NaN).
+_SMALLEST_SCALE = 2.0**-120
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel launch; ``params`` is the packed struct with null pointers."""
+
+    grid: tuple[int, int, int]
+    num_threads: int
+    smem_bytes: int
+    params: bytes
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """Scratch memory a plan needs: a pointer field's name, bytes, and whether it must be zero at the start."""
+
+    pointer: str
+    num_bytes: int
+    zeroed: bool
+
+
+@dataclass(frozen=True)
+class LaunchPlan:
+    """Launches in order, and their workspaces."""
+
+    launches: tuple[Launch, ...]
+    workspaces: tuple[Workspace, ...] = ()
+
+
+def heads_per_section(spec: KernelSpec, problem: Problem, l2_bytes: int) -> int:
+    """Query heads whose K and V fit in half of L2 together, whole groups of a key/value head at a time."""
+    bytes_per_kv_head = 2 * 2 * problem.seqlen_k * spec.head_dim
+    kv_heads = max(1, l2_bytes // 2 // max(1, bytes_per_kv_head))
+    return min(kv_heads * spec.gqa_ratio, problem.batch * problem.num_heads_q)
+
+
+def fwd_plan(
+    spec: KernelSpec,
+    config: FwdConfig,
+    problem: Problem,
+    *,
+    strides: Mapping[str, tuple[int, int, int]],
+    softmax_scale: float,
+    l2_bytes: int,
+) -> LaunchPlan:
+    """Plan of one forward call.
+
+    Args:
+        spec, config: The kernel.
+        problem: Sizes; batch, num_heads_q and seqlen_q at least 1 (an empty output needs no launch).
+        strides: For ``"q"``, ``"k"``, ``"v"`` and ``"o"``: element strides of (batch, row, head).
+        softmax_scale: At least 0 and finite.
+        l2_bytes: The chip's L2, for the order of the blocks; any value is right.
+
+    Raises:
+        ArgumentError: The problem does not fit the spec, or a size or the scale is out of range.
+    """
+    if problem.batch < 1 or problem.num_heads_q < 1 or problem.seqlen_q < 1:
+        raise ArgumentError(f"an empty output needs no launch: {problem}")
+    if problem.gqa_ratio != spec.gqa_ratio:
+        raise ArgumentError(f"the kernel has gqa_ratio {spec.gqa_ratio}, the problem {problem.gqa_ratio}")
+    if not (math.isfinite(softmax_scale) and softmax_scale >= 0):
+        raise ArgumentError(f"softmax_scale must be finite and at least 0 here, got {softmax_scale}")
+    for name in ("seqlen_q", "seqlen_k"):
+        if getattr(problem, name) > _MAX_SEQLEN:
+            raise UnsupportedError(f"{name} {getattr(problem, name)} is above {_MAX_SEQLEN}")
+    num_m_blocks = -(-problem.seqlen_q // config.block_m)
+    tiles = problem.batch * problem.num_heads_q * num_m_blocks
+    if tiles > _MAX_GRID_X:
+        raise UnsupportedError(f"batch * num_heads_q * query blocks = {tiles} is above the grid's limit {_MAX_GRID_X}")
+    named_strides = {
+        f"{tensor}_{axis}_stride": stride
+        for tensor in ("q", "k", "v", "o")
+        for axis, stride in zip(("batch", "row", "head"), strides[tensor], strict=True)
+    }
+    section = heads_per_section(spec, problem, l2_bytes)
+    # Tile indices inside a section are 32-bit products.
+    section = max(1, min(section, _MAX_GRID_X // num_m_blocks))
+    params = FWD_PARAMS.pack(
+        **named_strides,
+        batch=problem.batch,
+        num_heads=problem.num_heads_q,
+        seqlen_q=problem.seqlen_q,
+        seqlen_k=problem.seqlen_k,
+        num_m_blocks=num_m_blocks,
+        heads_per_section=section,
+        softmax_scale=softmax_scale,
+        scale_log2=max(softmax_scale * math.log2(math.e), _SMALLEST_SCALE),
+    )
+    return LaunchPlan((Launch((tiles, 1, 1), config.num_threads, smem_plan(spec, config).total, params),))

@@ -1,0 +1,93 @@
+// The two matrix products of one softmax step, per warp: kWarpRows query rows against kStepN keys. Warps split the rows
+// only (split-Q), so no warp ever needs another's result.
+
+constexpr int kTilesM = kWarpRows / 16;              // m16 tiles of a warp's rows
+constexpr int kTilesS = kStepN / 8;                  // n8 tiles of S
+constexpr int kTilesO = kHeadDimPadded / 8;          // n8 tiles of O
+constexpr int kStepsQK = (kHeadDim + 15) / 16;       // k16 steps of Q K^T; columns beyond are zero
+constexpr int kStepsPV = kStepN / 16;                // k16 steps of P V
+constexpr int kPairsO = (kHeadDim + 15) / 16;        // pairs of n8 tiles of O that are not padding
+constexpr int kPanelQ = kBlockM * kPanelRowBytes;    // bytes between the panels of Q
+constexpr int kPanelKV = kBlockN * kPanelRowBytes;   // bytes between the panels of K and V
+constexpr int kRows16 = 16 * kPanelRowBytes;         // bytes between groups of 16 rows
+
+using ScoreTile = float[kTilesM][kTilesS][4];
+using OutputTile = float[kTilesM][kTilesO][4];
+using ProbabilityFragments = u32[kStepsPV][kTilesM][4];
+using QueryFragments = u32[kQInRegs ? kStepsQK : 1][kTilesM][4];
+
+// A fragments of k step `k`; kept rows of Q are read from shared memory again in each step unless kQInRegs.
+FUNC void load_query_fragments(u32 (&frag)[kTilesM][4], u32 lane_q, int k) {
+#pragma unroll
+  for (int i = 0; i < kTilesM; i++) ldmatrix_x4(frag[i], (lane_q ^ (k % 4 * 32)) + k / 4 * kPanelQ + i * kRows16);
+}
+
+// acc_s = Q K^T. The next B fragment is loaded before the current one is used.
+FUNC void gemm_qk(ScoreTile& acc_s, const QueryFragments& frag_q, u32 lane_q, u32 lane_k) {
+  constexpr int kPairs = kTilesS / 2, kFragments = kStepsQK * kPairs;
+  u32 frag_k[2][4], frag_a[kTilesM][4];
+  auto load_key_fragment = [&](int f) {
+    const int k = f / kPairs, pair = f % kPairs;
+    ldmatrix_x4(frag_k[f % 2], (lane_k ^ (k % 4 * 32)) + k / 4 * kPanelKV + pair * kRows16);
+  };
+  load_key_fragment(0);
+#pragma unroll
+  for (int f = 0; f < kFragments; f++) {
+    const int k = f / kPairs, pair = f % kPairs;
+    if (pair == 0) {
+      if constexpr (kQInRegs) {
+#pragma unroll
+        for (int i = 0; i < kTilesM; i++)
+#pragma unroll
+          for (int j = 0; j < 4; j++) frag_a[i][j] = frag_q[k][i][j];
+      } else {
+        load_query_fragments(frag_a, lane_q, k);
+      }
+    }
+    if (f + 1 < kFragments) load_key_fragment(f + 1);
+    const u32(&b)[4] = frag_k[f % 2];
+#pragma unroll
+    for (int i = 0; i < kTilesM; i++) {
+      if (k == 0) {
+        mma_m16n8k16_init<Element>(acc_s[i][2 * pair], frag_a[i], b[0], b[1]);
+        mma_m16n8k16_init<Element>(acc_s[i][2 * pair + 1], frag_a[i], b[2], b[3]);
+      } else {
+        mma_m16n8k16<Element>(acc_s[i][2 * pair], frag_a[i], b[0], b[1]);
+        mma_m16n8k16<Element>(acc_s[i][2 * pair + 1], frag_a[i], b[2], b[3]);
+      }
+    }
+  }
+}
+
+// Packs P to 16 bits. Two neighbouring n8 tiles of S are the A fragment of one k16 step of P V: no shuffle, no memory.
+FUNC void pack_probabilities(ProbabilityFragments& frag_p, const ScoreTile& p) {
+#pragma unroll
+  for (int k = 0; k < kStepsPV; k++)
+#pragma unroll
+    for (int i = 0; i < kTilesM; i++)
+#pragma unroll
+      for (int j = 0; j < 4; j++)
+        frag_p[k][i][j] = pack2<Element>(p[i][2 * k + j / 2][j % 2 * 2], p[i][2 * k + j / 2][j % 2 * 2 + 1]);
+}
+
+// acc_o += P V.
+FUNC void gemm_pv(OutputTile& acc_o, const ProbabilityFragments& frag_p, u32 lane_v) {
+  constexpr int kFragments = kStepsPV * kPairsO;
+  u32 frag_v[2][4];
+  auto load_value_fragment = [&](int f) {
+    const int k = f / kPairsO, pair = f % kPairsO;
+    ldmatrix_x4_trans(frag_v[f % 2], (lane_v ^ (pair % 4 * 32)) + pair / 4 * kPanelKV + k * kRows16);
+  };
+  load_value_fragment(0);
+#pragma unroll
+  for (int f = 0; f < kFragments; f++) {
+    const int k = f / kPairsO, pair = f % kPairsO;
+    if (f + 1 < kFragments) load_value_fragment(f + 1);
+    const u32(&b)[4] = frag_v[f % 2];
+#pragma unroll
+    for (int i = 0; i < kTilesM; i++) {
+      mma_m16n8k16<Element>(acc_o[i][2 * pair], frag_p[k][i], b[0], b[1]);
+      mma_m16n8k16<Element>(acc_o[i][2 * pair + 1], frag_p[k][i], b[2], b[3]);
+    }
+  }
+}

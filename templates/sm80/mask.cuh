@@ -1,0 +1,35 @@
+// Which keys a row sees. Causal attention is aligned bottom-right: key j is visible to query i iff
+// j <= i + diagonal, with diagonal = seqlen_k - seqlen_q.
+
+// Sets the scores of invisible keys to -inf. `row` and `column` are the query and key of the warp's first score.
+FUNC void mask_scores(ScoreTile& acc_s, int row, int column, int seqlen_k, int diagonal) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int i = 0; i < kTilesM; i++)
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      int end = seqlen_k;
+      if constexpr (kCausal) end = min_i32(end, row + i * 16 + r * 8 + lane / 4 + diagonal + 1);
+#pragma unroll
+      for (int n = 0; n < kTilesS; n++)
+#pragma unroll
+        for (int e = 0; e < 2; e++)
+          if (column + n * 8 + lane % 4 * 2 + e >= end) acc_s[i][n][2 * r + e] = neg_inf();
+    }
+}
+
+// Key blocks that some row of a query block sees, and how many of them, from the left, every row sees whole. The rest
+// cross the diagonal or the end of the keys and need a mask.
+struct KeyBlocks {
+  int visible, whole;
+};
+FUNC KeyBlocks key_blocks(int row_0, int seqlen_k, int diagonal) {
+  KeyBlocks blocks = {(seqlen_k + kBlockN - 1) / kBlockN, seqlen_k / kBlockN};
+  if constexpr (kCausal) {
+    const int last_end = max_i32(row_0 + kBlockM + diagonal, 0);  // keys that the last row of a full query block sees
+    const int first_end = max_i32(row_0 + 1 + diagonal, 0);       // keys that the first row sees
+    blocks.visible = min_i32(blocks.visible, (last_end + kBlockN - 1) / kBlockN);
+    blocks.whole = min_i32(blocks.whole, first_end / kBlockN);
+  }
+  return blocks;
+}

@@ -1,0 +1,126 @@
+// Softmax of one step. Exponents are in base 2: with c = softmax_scale * log2(e), p = 2^(s c - m c) is one FFMA and
+// one ex2. A row lives in the four lanes of a quad; its sum stays per lane until the epilogue.
+
+// Beyond |m c| = 2^11 the FFMA's rounding of m c would show (2^-13 of p; at 10^11 it is thousands and p overflows), so
+// such rows take (s - m) c, whose error is relative to the difference. Logits of real models stay below 100.
+constexpr float kLargeReference = 2048.f;
+
+// Guarded softmax: a lane's sum over one step proves that no p of it passed this limit. fp16 P must stay below 65504;
+// bf16 has float's exponent range, and 2^24 leaves V room up to 10^31.
+constexpr float kGuardLimit = kFp16 ? 32768.f : 16777216.f;
+
+struct RowState {
+  float max[kTilesM][2];  // reference m of each row, in raw scores; -inf until a key was seen
+  float sum[kTilesM][2];  // this lane's part of sum 2^(s c - m c)
+  float limit;            // guarded: step sums must stay below; -1 forces the exact path (a large reference)
+};
+
+FUNC float quad_max(float v) {
+  v = max_f32(v, shfl_xor(v, 1));
+  return max_f32(v, shfl_xor(v, 2));
+}
+FUNC float quad_sum(float v) {
+  v += shfl_xor(v, 1);
+  return v + shfl_xor(v, 2);
+}
+
+FUNC void clear_rows(RowState& rows) {
+#pragma unroll
+  for (int i = 0; i < kTilesM; i++)
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      rows.max[i][r] = neg_inf();
+      rows.sum[i][r] = 0.f;
+    }
+  rows.limit = kGuardLimit;
+}
+
+// O *= alpha, row by row; skipped when no row of the warp got a new maximum.
+FUNC void rescale_output(OutputTile& acc_o, const float (&alpha)[kTilesM][2]) {
+  bool changed = false;
+#pragma unroll
+  for (int i = 0; i < kTilesM; i++) changed = changed || alpha[i][0] != 1.f || alpha[i][1] != 1.f;
+  if (!any_lane(changed)) return;
+#pragma unroll
+  for (int i = 0; i < kTilesM; i++)
+#pragma unroll
+    for (int n = 0; n < 2 * kPairsO; n++)
+#pragma unroll
+      for (int e = 0; e < 4; e++) acc_o[i][n][e] *= alpha[i][e / 2];
+}
+
+// Online softmax: m' = max(m, rowmax S), alpha = 2^((m - m') c), sum = alpha sum + sum P, O = alpha O; acc_s becomes P.
+FUNC void online_softmax(ScoreTile& acc_s, OutputTile& acc_o, RowState& rows, float scale_log2) {
+  float alpha[kTilesM][2], reference[kTilesM][2];
+  bool large = false;
+#pragma unroll
+  for (int i = 0; i < kTilesM; i++)
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      float step_max = max_f32(acc_s[i][0][2 * r], acc_s[i][0][2 * r + 1]);
+#pragma unroll
+      for (int n = 1; n < kTilesS; n++)
+        step_max = max_f32(step_max, max_f32(acc_s[i][n][2 * r], acc_s[i][n][2 * r + 1]));
+      const float old_max = rows.max[i][r];
+      const float new_max = max_f32(old_max, quad_max(step_max));
+      // A row that has seen no key yet: any finite reference gives 2^-inf = 0 where -inf - -inf would give NaN.
+      reference[i][r] = new_max == neg_inf() ? 0.f : new_max;
+      alpha[i][r] = ex2((old_max - reference[i][r]) * scale_log2);
+      rows.max[i][r] = new_max;
+      rows.sum[i][r] *= alpha[i][r];
+      large = large || abs_f32(reference[i][r] * scale_log2) > kLargeReference;
+    }
+  if (any_lane(large)) {
+#pragma unroll
+    for (int i = 0; i < kTilesM; i++)
+#pragma unroll
+      for (int n = 0; n < kTilesS; n++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) acc_s[i][n][e] = ex2((acc_s[i][n][e] - reference[i][e / 2]) * scale_log2);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kTilesM; i++)
+#pragma unroll
+      for (int n = 0; n < kTilesS; n++)
+#pragma unroll
+        for (int e = 0; e < 4; e++)
+          acc_s[i][n][e] = ex2(fma_f32(acc_s[i][n][e], scale_log2, -(reference[i][e / 2] * scale_log2)));
+  }
+#pragma unroll
+  for (int i = 0; i < kTilesM; i++)
+#pragma unroll
+    for (int n = 0; n < kTilesS; n++)
+#pragma unroll
+      for (int e = 0; e < 4; e++) rows.sum[i][e / 2] += acc_s[i][n][e];
+  rows.limit = large ? -1.f : kGuardLimit;
+  rescale_output(acc_o, alpha);
+}
+
+// Guarded softmax: the rows' reference is kept, so there is no maximum, no shuffle and no rescale. Returns false for the
+// whole warp if some lane's sum of this step left its range (or is NaN, or its reference is large or missing): then
+// acc_s is of no use and nothing else was changed.
+FUNC bool guarded_softmax(ScoreTile& acc_s, RowState& rows, float scale_log2) {
+  float reference[kTilesM][2], step_sum[kTilesM][2];
+#pragma unroll
+  for (int i = 0; i < kTilesM; i++)
+#pragma unroll
+    for (int r = 0; r < 2; r++) reference[i][r] = rows.max[i][r] * scale_log2;
+#pragma unroll
+  for (int n = 0; n < kTilesS; n++)
+#pragma unroll
+    for (int i = 0; i < kTilesM; i++)
+#pragma unroll
+      for (int e = 0; e < 4; e++) {
+        acc_s[i][n][e] = ex2(fma_f32(acc_s[i][n][e], scale_log2, -reference[i][e / 2]));
+        step_sum[i][e / 2] = n == 0 && e % 2 == 0 ? acc_s[i][n][e] : step_sum[i][e / 2] + acc_s[i][n][e];
+      }
+  bool proved = true;
+#pragma unroll
+  for (int i = 0; i < kTilesM; i++) proved = proved && step_sum[i][0] < rows.limit && step_sum[i][1] < rows.limit;
+  if (!all_lanes(proved)) return false;
+#pragma unroll
+  for (int i = 0; i < kTilesM; i++)
+#pragma unroll
+    for (int r = 0; r < 2; r++) rows.sum[i][r] += step_sum[i][r];
+  return true;
+}

@@ -1,0 +1,111 @@
+// Tiles in shared memory: where an element lies, how a tile arrives from global memory, how rows leave.
+//
+// A tile of R rows is kHeadDimPadded / 64 panels; a panel is R rows of 128 bytes (64 columns). Inside a panel the index
+// of a 16-byte chunk is XORed with the row, so that the 8 rows of one chunk column lie in 8 different bank groups:
+// ldmatrix, plain and transposed, and the copies below are free of bank conflicts.
+
+constexpr int kPanelRowBytes = 128;
+constexpr int kPanels = kHeadDimPadded / 64;
+constexpr int kChunks = (kHeadDim + 15) / 16 * 2;  // 16-byte chunks of a row that the products read
+
+// Byte offset of a chunk (0 to 7) of a row inside a panel.
+FUNC u32 swizzled(int row, int chunk) { return row * kPanelRowBytes + ((chunk ^ (row & 7)) * 16); }
+
+// Lane addresses for ldmatrix.x4, chunk 0 of row 0 of the tile's first panel. Going k steps of 16 columns to the right
+// inside a panel is XOR k * 32, because a chunk index is XORed with the row only.
+//   row_major: 16 rows x 16 columns; A operand (Q) and, transposed, the B operand of P V.
+//   column_pairs: 16 rows = 16 columns of the B operand of Q K^T; registers 0, 1 are keys 0 to 7, registers 2, 3 keys 8 to 15.
+FUNC u32 lane_row_major(u32 tile) {
+  const int lane = threadIdx.x % 32;
+  return tile + swizzled(lane % 16, lane / 16);
+}
+FUNC u32 lane_column_pairs(u32 tile) {
+  const int lane = threadIdx.x % 32;
+  return tile + swizzled(lane % 8 + lane / 16 * 8, lane / 8 % 2);
+}
+
+// Copies one 16-byte chunk of a row (8 elements from column chunk * 8) to shared memory; columns from kHeadDim on and
+// rows that are not valid become zero, and their address is not read. A chunk that no product reads is left alone.
+FUNC void load_chunk(u32 destination, gptr<const Element> source, int chunk, bool valid) {
+  if (kHeadDim < kHeadDimPadded && chunk >= kChunks) return;
+  if constexpr (kVectorBytes == 16) {
+    const bool inside = valid && (kHeadDim == kHeadDimPadded || chunk * 8 < kHeadDim);
+    cp_async16(destination, source, inside ? 16 : 0);
+  } else {
+    // Element by element through registers, for views that are not 16-byte aligned.
+    u32 pair[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const int column = chunk * 8 + 2 * i;
+      const u32 low = valid && column < kHeadDim ? ld_global<u16>(source + 2 * i) : 0;
+      const u32 high = valid && column + 1 < kHeadDim ? ld_global<u16>(source + (2 * i + 1)) : 0;
+      pair[i] = low | high << 16;
+    }
+    st_shared(destination, u32x4{pair[0], pair[1], pair[2], pair[3]});
+  }
+}
+
+// Loads a K or V tile: 8 threads cover the 128 bytes of a panel row (16 threads over a 256-byte row of two panels would
+// hit the same banks twice). `rows` points at this thread's first element: row threadIdx.x / 8, column threadIdx.x % 8 * 8.
+// With kRagged, rows from num_rows on become zero: stale memory times a zero of P could be NaN.
+template <bool kRagged>
+FUNC void load_tile(u32 tile, gptr<const Element> rows, i64 row_stride, int num_rows) {
+  constexpr int kRowsPerPass = kThreads / 8;
+  static_assert(kBlockN % kRowsPerPass == 0 && kRowsPerPass % 8 == 0, "a pass keeps the swizzle of its first row");
+  const int row = threadIdx.x / 8, chunk = threadIdx.x % 8;
+  const u32 destination = tile + swizzled(row, chunk);
+#pragma unroll
+  for (int pass = 0; pass < kBlockN; pass += kRowsPerPass) {
+    const bool valid = !kRagged || pass + row < num_rows;
+#pragma unroll
+    for (int panel = 0; panel < kPanels; panel++) {
+      const u32 to = destination + panel * kBlockN * kPanelRowBytes + pass * kPanelRowBytes;
+      if constexpr (!kRagged && kVectorBytes == 16 && kHeadDim == kHeadDimPadded)
+        cp_async16(to, rows + panel * 64);
+      else
+        load_chunk(to, rows + panel * 64, panel * 8 + chunk, valid);
+    }
+    rows = rows + kRowsPerPass * row_stride;
+  }
+}
+
+// Loads this warp's rows of Q into its part of the Q tile; rows from num_rows on become zero.
+FUNC void load_q_rows(u32 tile_q, gptr<const Element> q, i64 row_stride, int num_rows) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int chunk = lane % 8;
+#pragma unroll
+  for (int i = 0; i < kWarpRows; i += 4) {
+    const int row = warp * kWarpRows + i + lane / 8;
+    const bool valid = row < num_rows;
+    const gptr<const Element> source = q + (row * row_stride + chunk * 8);
+#pragma unroll
+    for (int panel = 0; panel < kPanels; panel++)
+      load_chunk(tile_q + panel * kBlockM * kPanelRowBytes + swizzled(row, chunk), source + panel * 64,
+                 panel * 8 + chunk, valid);
+  }
+}
+
+// Stores this warp's rows of O from its part of the Q tile; rows from num_rows on are not stored.
+FUNC void store_o_rows(gptr<Element> o, u32 tile_o, i64 row_stride, int num_rows) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int chunk = lane % 8;
+#pragma unroll
+  for (int i = 0; i < kWarpRows; i += 4) {
+    const int row = warp * kWarpRows + i + lane / 8;
+#pragma unroll
+    for (int panel = 0; panel < kPanels; panel++) {
+      const int column = (panel * 8 + chunk) * 8;
+      if (row >= num_rows || column >= kHeadDim) continue;
+      const u32x4 value = ld_shared<u32x4>(tile_o + panel * kBlockM * kPanelRowBytes + swizzled(row, chunk));
+      const gptr<Element> target = o + (row * row_stride + column);
+      if constexpr (kVectorBytes == 16) {
+        st_global(target, value);
+      } else {
+        const u32 pair[4] = {value.x, value.y, value.z, value.w};
+#pragma unroll
+        for (int e = 0; e < 8; e++)
+          if (column + e < kHeadDim) st_global(target + e, u16(pair[e / 2] >> e % 2 * 16));
+      }
+    }
+  }
+}
