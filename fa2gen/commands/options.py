@@ -1,0 +1,120 @@
+"""The options that several sub-commands share: one vocabulary, one meaning."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import click
+
+from ..hardware import Gpu, get_gpu, list_gpus, match_device
+from ..spec import DTYPES, KernelSpec
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+
+
+def spec_options(*, gqa: Sequence[int]) -> Callable[[_Command], _Command]:
+    """``--headdim --dtype --causal --gqa``; the first, second and last may be repeated.
+
+    Args:
+        gqa: Ratios that are meant when ``--gqa`` is left out.
+    """
+    options = (
+        click.option(
+            "--headdim", "headdims", type=int, multiple=True, required=True, metavar="D", help="Head dimension."
+        ),
+        click.option(
+            "--dtype", "dtypes", type=click.Choice(DTYPES), multiple=True, help="Element type. [default: both]"
+        ),
+        click.option("--causal/--no-causal", default=None, help="With or without the causal mask. [default: both]"),
+        click.option(
+            "--gqa",
+            "gqa_ratios",
+            type=int,
+            multiple=True,
+            default=tuple(gqa),
+            show_default=" and ".join(map(str, gqa)),
+            metavar="R",
+            help="Query heads per key/value head.",
+        ),
+    )
+
+    def decorate(command: _Command) -> _Command:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+def gpu_option(help_text: str) -> Callable[[_Command], _Command]:
+    """``--gpu``, a name of the GPU database."""
+    return click.option("--gpu", "gpu_name", metavar="NAME", help=help_text)
+
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of text.")
+
+
+def seqlen_options(default: int | None) -> Callable[[_Command], _Command]:
+    """``--seqlen-q`` and ``--seqlen-k``."""
+    length = click.IntRange(min=0)
+
+    def decorate(command: _Command) -> _Command:
+        command = click.option(
+            "--seqlen-k", type=length, metavar="N", help="Keys per sequence. [default: as --seqlen-q]"
+        )(command)
+        return click.option(
+            "--seqlen-q", type=length, default=default, show_default=default is not None, metavar="N",
+            help="Queries per sequence.",
+        )(command)  # fmt: skip
+
+    return decorate
+
+
+def make_specs(
+    headdims: Sequence[int], dtypes: Sequence[str], causal: bool | None, gqa_ratios: Sequence[int]
+) -> list[KernelSpec]:
+    """Every combination asked for, in a fixed order, without repeats.
+
+    A head dim that is no multiple of 8 has rows that cannot be 16-byte aligned, so its spec takes element-wise loads.
+
+    Raises:
+        ArgumentError: A value that no kernel can have; UnsupportedError: one that this version has no kernel for.
+    """
+    masks = (False, True) if causal is None else (causal,)
+    specs = [
+        KernelSpec(head_dim=d, dtype=dtype, causal=mask, gqa_ratio=ratio, alignment=2 if d > 0 and d % 8 else 16)
+        for d in headdims
+        for dtype in (dtypes or DTYPES)
+        for mask in masks
+        for ratio in gqa_ratios
+    ]
+    return list(dict.fromkeys(specs))
+
+
+def gpu_at_hand() -> Gpu | None:
+    """The first GPU of this machine as a row of the database, or None where there is none that PyCUDA can reach."""
+    from .. import driver
+
+    if driver.unavailable_reason() is not None:
+        return None
+    info = driver.device_info(0)
+    return match_device(info.name, info.compute_capability, info.num_sms, info.l2_bytes)
+
+
+def resolve_gpu(name: str | None, *, default: str | None = None) -> Gpu:
+    """The GPU named, else the one at hand, else ``default``.
+
+    Raises:
+        ArgumentError: No such name; near ones are offered.
+        click.UsageError: Nothing named, nothing found and no default: the names are listed.
+    """
+    if name is not None:
+        return get_gpu(name)
+    found = gpu_at_hand()
+    if found is not None:
+        return found
+    if default is not None:
+        return get_gpu(default)
+    names = ", ".join(gpu.name for gpu in list_gpus())
+    raise click.UsageError(f"no GPU found here: name one with --gpu, out of {names}", click.get_current_context())

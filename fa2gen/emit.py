@@ -1,0 +1,183 @@
+"""Writes kernels for people without fa2gen: CUDA files, a manifest, and a C++ program that launches and checks them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from . import __version__
+from .codegen import PARAMS, KernelSource, ParamStruct, render_kernel, template_hash
+from .data import data_dir
+from .errors import ArgumentError
+from .hardware import Gpu
+from .problem import Problem
+from .spec import KernelSpec
+from .tables import Match, lookup
+
+# Field kind of the kernels' parameter structs -> type in host code.
+_HOST_TYPES = {"pointer": "CUdeviceptr", "i64": "int64_t", "int": "int", "float": "float"}
+_FIELD_BYTES = {"pointer": 8, "i64": 8, "int": 4, "float": 4}
+
+# Sizes that a config is chosen for when only lengths are given: 16k tokens and a hidden size of 2048, as in the
+# FlashAttention papers' benchmarks.
+_TOKENS = 16384
+_HIDDEN = 2048
+
+
+@dataclass(frozen=True)
+class EmittedKernel:
+    """One kernel that was written.
+
+    Attributes:
+        file: Name inside the output folder.
+        source: What the file holds.
+        match: How its config was chosen.
+        problem: The sizes it was chosen for; the kernel itself serves any size.
+    """
+
+    file: str
+    source: KernelSource
+    match: Match
+    problem: Problem
+
+
+def typical_problem(spec: KernelSpec, seqlen_q: int, seqlen_k: int) -> Problem:
+    """A whole layer's call of these lengths: about 16k query tokens, a hidden size of about 2048."""
+    heads_k = max(1, _HIDDEN // spec.native_head_dim // spec.gqa_ratio)
+    return Problem(
+        batch=max(1, _TOKENS // max(1, seqlen_q)),
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
+        num_heads_q=heads_k * spec.gqa_ratio,
+        num_heads_k=heads_k,
+    )
+
+
+def emit(
+    specs: Sequence[KernelSpec], gpu: Gpu, out: Path, *, seqlen_q: int = 4096, seqlen_k: int | None = None
+) -> list[EmittedKernel]:
+    """Writes one ``.cu`` per spec, ``manifest.json``, ``main.cpp`` and a ``Makefile``.
+
+    Args:
+        specs: What to write; no two alike.
+        gpu: The GPU whose tuned configs and target are used.
+        out: Folder, made if need be; files of the same names are replaced.
+        seqlen_q, seqlen_k: The lengths that configs are chosen for; ``seqlen_k`` defaults to ``seqlen_q``.
+
+    Raises:
+        ArgumentError: No specs, or ``out`` is a file.
+        OSError: The folder cannot be written.
+    """
+    if not specs:
+        raise ArgumentError("specs must name at least one kernel")
+    if out.exists() and not out.is_dir():
+        raise ArgumentError(f"out must be a folder, {out} is a file")
+    kernels = [
+        _choose(spec, gpu, typical_problem(spec, seqlen_q, seqlen_q if seqlen_k is None else seqlen_k))
+        for spec in specs
+    ]
+    texts = {kernel.file: kernel.source.text for kernel in kernels}
+    texts["manifest.json"] = json.dumps(manifest(kernels, gpu), indent=2) + "\n"
+    texts |= _example(kernels, gpu)
+    out.mkdir(parents=True, exist_ok=True)
+    for name, text in texts.items():
+        (out / name).write_text(text, encoding="utf-8")
+    return kernels
+
+
+def _choose(spec: KernelSpec, gpu: Gpu, problem: Problem) -> EmittedKernel:
+    match = lookup(spec, problem.bucket(gpu.num_sms), gpu, template_hash=template_hash)
+    return EmittedKernel(f"{spec.slug()}.cu", render_kernel(spec, match.config), match, problem)
+
+
+def manifest(kernels: Sequence[EmittedKernel], gpu: Gpu) -> dict[str, Any]:
+    """What a program needs to know to compile and launch the kernels, as JSON."""
+    return {
+        "fa2gen": __version__,
+        "gpu": gpu.name,
+        "target": gpu.target,
+        "kernels": [_manifest_entry(kernel) for kernel in kernels],
+    }
+
+
+def _manifest_entry(kernel: EmittedKernel) -> dict[str, Any]:
+    source, match, problem = kernel.source, kernel.match, kernel.problem
+    params = PARAMS[source.spec.kind]
+    chosen: dict[str, Any] = {
+        "for": {name: getattr(problem, name) for name in Problem.__dataclass_fields__},
+        "source": match.source,
+        "gpu": match.gpu or None,
+    }
+    if match.entry is not None:
+        measurement = match.entry.measurement
+        chosen |= {
+            "kind": measurement.kind,
+            "ms": measurement.ms,
+            "tuned_for": match.entry.spec.canonical() | {"bucket": match.entry.bucket.label()},
+        }
+    return {
+        "file": kernel.file,
+        "entry": source.entry,
+        "spec": source.spec.canonical(),
+        "config": source.config.canonical(),
+        "launch": {
+            "grid": [f"ceil(seqlen_q / {source.config.block_m}) * batch * num_heads", "1", "1"],
+            "block": [source.num_threads, 1, 1],
+            "dynamic_smem_bytes": source.smem_bytes,
+        },
+        "parameters": {"struct": params.name, "bytes": params.size, "fields": _field_list(params)},
+        "config_chosen": chosen,
+        "template_hash": template_hash(source.spec.kind, source.config.family),
+    }
+
+
+def _field_list(params: ParamStruct) -> list[dict[str, Any]]:
+    fields, offset = [], 0
+    for field in params.fields:
+        fields.append({"name": field.name, "type": field.kind, "offset": offset, "meaning": field.meaning})
+        offset += _FIELD_BYTES[field.kind]
+    return fields
+
+
+def _example(kernels: Sequence[EmittedKernel], gpu: Gpu) -> dict[str, str]:
+    """``main.cpp`` and ``Makefile`` for the kernels."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(data_dir("templates")),
+        undefined=jinja2.StrictUndefined,
+        keep_trailing_newline=True,
+        autoescape=False,
+    )
+    params = PARAMS[kernels[0].source.spec.kind]
+    declarations = [f"{_HOST_TYPES[field.kind]} {field.name};" for field in params.fields]
+    width = max(map(len, declarations))
+    rows = [
+        {
+            "cubin": Path(kernel.file).with_suffix(".cubin").name,
+            "entry": kernel.source.entry,
+            "head_dim": kernel.source.spec.head_dim,
+            "gqa_ratio": kernel.source.spec.gqa_ratio,
+            "block_m": kernel.source.config.block_m,
+            "num_threads": kernel.source.num_threads,
+            "smem_bytes": kernel.source.smem_bytes,
+            "bf16": str(kernel.source.spec.dtype == "bf16").lower(),
+            "causal": str(kernel.source.spec.causal).lower(),
+        }
+        for kernel in kernels
+    ]
+    context = {
+        "version": __version__,
+        "target": gpu.target,
+        "cubins": [row["cubin"] for row in rows],
+        "kernels": rows,
+        "params_bytes": params.size,
+        "fields": [(text.ljust(width), f.meaning) for text, f in zip(declarations, params.fields, strict=True)],
+    }
+    return {
+        name: environment.get_template(f"emit/{name}.j2").render(context).rstrip("\n") + "\n"
+        for name in ("main.cpp", "Makefile")
+    }
