@@ -1,0 +1,126 @@
+"""The tolerance rule: how far a kernel's result may be from the float64 reference.
+
+It is applied row by row: a tensor-wide maximum would let a dropped tile pass (row 0 dominates a causal output).
+
+- output: ``max_d |out - ref| <= 2 max(max_d |plain16 - ref|, u max_d |ref|)``, where ref is float64, plain16 the same
+  formula in the input's dtype and u its unit roundoff. Rows without a visible key must be exactly 0.
+- LSE: within 1e-4, or 1e-6 of its value from 100 on; -inf exactly where no key is visible.
+
+Below 16 columns a row's maximum is no statistic: both errors of a row may happen to be near zero, and 4 % of a right
+kernel's rows fail at head_dim 1 (simulated). There ``u (max_d noise + max_d |ref|)`` joins the maximum, noise being the
+size of the error that rounding the weights leaves (:func:`fa2gen.reference.weight_noise`).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fa2gen.reference import attention_forward, plain16_forward, weight_noise
+
+UNIT_ROUNDOFF = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+# Fewest columns whose maximum is a fair size of a row's error.
+FEWEST_COLUMNS = 16
+
+
+@dataclass(frozen=True)
+class GateReport:
+    """Outcome of one check or of a whole gate.
+
+    Attributes:
+        passed: Every element is within its limit.
+        worst: Largest output error of a row divided by its limit; inf for NaN and for a wrong shape or dtype.
+        where: Case, and batch, row and head, of that largest ratio.
+        lse_worst: Largest LSE error divided by its limit.
+        text: One line for people.
+    """
+
+    passed: bool
+    worst: float
+    where: str
+    lse_worst: float
+    text: str
+
+
+def check_forward(
+    out: Tensor,
+    lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    softmax_scale: float | None = None,
+) -> GateReport:
+    """Compare a forward result with the float64 reference; every element counts and NaN never passes.
+
+    Args:
+        out: (batch, seqlen_q, num_heads_q, head_dim) in q's dtype.
+        lse: (batch, num_heads_q, seqlen_q) float32; None where it was not computed.
+        q, k, v: The inputs, fp16 or bf16; see :func:`fa2gen.reference.attention_forward`.
+        causal: Bottom-right causal mask.
+        softmax_scale: Factor of the scores; None is ``1 / sqrt(head_dim)``.
+    """
+    if out.shape != q.shape or out.dtype != q.dtype:
+        return refused(f"output is {_form(out)}, expected {_form(q)}")
+    lse_shape = (q.shape[0], q.shape[2], q.shape[1])
+    if lse is not None and (lse.shape != lse_shape or lse.dtype != torch.float32):
+        return refused(f"LSE is {_form(lse)}, expected {lse_shape} torch.float32")
+    if out.numel() == 0:
+        return GateReport(True, 0.0, "nowhere", 0.0, "passed: nothing to compare")
+    ref, ref_lse = attention_forward(q, k, v, causal=causal, softmax_scale=softmax_scale)
+    ratio = _output_ratio(out, ref, q, k, v, causal, softmax_scale)
+    worst, where = _largest(ratio, ("batch", "row", "head"))
+    lse_worst, lse_where = 0.0, "nowhere"
+    if lse is not None:
+        lse_worst, lse_where = _largest(_lse_ratio(lse.double(), ref_lse), ("batch", "head", "row"))
+    passed = worst <= 1.0 and lse_worst <= 1.0
+    text = f"{'passed' if passed else 'FAILED'}: output {worst:.3g} of its limit at {where}"
+    if lse is not None:
+        text += f", LSE {lse_worst:.3g} at {lse_where}"
+    return GateReport(passed, worst, where, lse_worst, text)
+
+
+def _output_ratio(
+    out: Tensor, ref: Tensor, q: Tensor, k: Tensor, v: Tensor, causal: bool, softmax_scale: float | None
+) -> Tensor:
+    """Error over limit of each row, (batch, seqlen_q, num_heads_q)."""
+    plain = plain16_forward(q, k, v, causal=causal, softmax_scale=softmax_scale).double()
+    # Where the plain formula overflows its dtype it sets no standard: the roundoff term alone decides.
+    plain_error = torch.nan_to_num((plain - ref).abs().amax(-1), nan=0.0, posinf=0.0)
+    rounding = ref.abs().amax(-1)
+    if q.shape[-1] < FEWEST_COLUMNS:
+        rounding = rounding + weight_noise(q, k, v, causal=causal, softmax_scale=softmax_scale).amax(-1)
+    limit = 2 * torch.maximum(plain_error, UNIT_ROUNDOFF[q.dtype] * rounding)
+    return _ratio((out.double() - ref).abs().amax(-1), limit)
+
+
+def _lse_ratio(lse: Tensor, ref: Tensor) -> Tensor:
+    limit = torch.where(ref.abs() < 100, 1e-4, 1e-6 * ref.abs())
+    return torch.where(lse == ref, 0.0, _ratio((lse - ref).abs(), limit))
+
+
+def _ratio(error: Tensor, limit: Tensor) -> Tensor:
+    """error / limit; 0 for no error at all, inf for NaN and for any error where none is allowed."""
+    return torch.where(error == 0, 0.0, error / limit).nan_to_num(nan=math.inf, posinf=math.inf)
+
+
+def _largest(ratio: Tensor, axes: tuple[str, str, str]) -> tuple[float, str]:
+    flat = int(ratio.argmax())
+    position = []
+    for extent in reversed(ratio.shape):
+        flat, at = divmod(flat, extent)
+        position.append(at)
+    where = " ".join(f"{axis} {at}" for axis, at in zip(axes, reversed(position), strict=True))
+    return float(ratio.max()), where
+
+
+def refused(reason: str) -> GateReport:
+    return GateReport(False, math.inf, "everywhere", math.inf, f"FAILED: {reason}")
+
+
+def _form(x: Tensor) -> str:
+    return f"{tuple(x.shape)} {x.dtype}"
