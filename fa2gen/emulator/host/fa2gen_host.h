@@ -1,0 +1,151 @@
+// Host twin of templates/sm80/primitives.cuh: the same names, over the emulator's runtime. Comes after the text of
+// templates/common/types.cuh; the kernel text follows it.
+#pragma once
+#include "runtime.h"
+
+#define EMULATOR_SITE \
+  emulator::Site site = emulator::Site { __builtin_LINE() }
+
+struct EmulatorThreadIndex {
+  u32 x, y = 0, z = 0;
+};
+#define threadIdx (EmulatorThreadIndex{emulator::current_tid})
+#define blockIdx (emulator::current_block_index)
+#define gridDim (emulator::current_grid)
+
+template <class Element>
+constexpr emulator::Element emulator_element();
+template <>
+constexpr emulator::Element emulator_element<bf16>() {
+  return emulator::Element::kBf16;
+}
+template <>
+constexpr emulator::Element emulator_element<fp16>() {
+  return emulator::Element::kFp16;
+}
+
+// ---- Shared memory
+
+inline u32 smem_base() { return emulator::kSmemBase; }
+inline void name_shared(const char* name, u32 address, u32 bytes) { emulator::name_shared(name, address, bytes); }
+inline void trace(const char* name, int value) { emulator::trace(name, value); }
+
+template <class V>
+inline V ld_shared(u32 address, EMULATOR_SITE) {
+  static_assert(sizeof(V) == 2 || sizeof(V) == 4 || sizeof(V) == 8 || sizeof(V) == 16, "2, 4, 8 or 16 bytes");
+  V value;
+  __builtin_memcpy(&value, emulator::read_shared(address, sizeof(V), site), sizeof(V));
+  return value;
+}
+template <class V>
+inline void st_shared(u32 address, V value, EMULATOR_SITE) {
+  static_assert(sizeof(V) == 2 || sizeof(V) == 4 || sizeof(V) == 8 || sizeof(V) == 16, "2, 4, 8 or 16 bytes");
+  __builtin_memcpy(emulator::write_shared(address, sizeof(V), site), &value, sizeof(V));
+}
+
+// ---- Global memory
+
+template <class V, class T>
+inline V ld_global(gptr<T> p, EMULATOR_SITE) {
+  static_assert(sizeof(V) == 2 || sizeof(V) == 4 || sizeof(V) == 8 || sizeof(V) == 16, "2, 4, 8 or 16 bytes");
+  V value;
+  __builtin_memcpy(&value, emulator::read_global(p.address, sizeof(V), site), sizeof(V));
+  return value;
+}
+template <class T, class V>
+inline void st_global(gptr<T> p, V value, EMULATOR_SITE) {
+  static_assert(sizeof(V) == 2 || sizeof(V) == 4 || sizeof(V) == 8 || sizeof(V) == 16, "2, 4, 8 or 16 bytes");
+  __builtin_memcpy(emulator::write_global(p.address, sizeof(V), site), &value, sizeof(V));
+}
+inline void atomic_add(gptr<float> p, float value, EMULATOR_SITE) { emulator::atomic_add(p.address, value, site); }
+inline void atomic_add(gptr<u32> p, u32 value, EMULATOR_SITE) { emulator::atomic_add(p.address, value, site); }
+
+// ---- Asynchronous copies
+
+template <class T>
+inline void cp_async16(u32 dst, gptr<T> src, EMULATOR_SITE) {
+  emulator::cp_async16(dst, src.address, 16, site);
+}
+template <class T>
+inline void cp_async16(u32 dst, gptr<T> src, int valid_bytes, EMULATOR_SITE) {
+  emulator::cp_async16(dst, src.address, valid_bytes, site);
+}
+inline void cp_async_commit() { emulator::cp_async_commit(); }
+template <int kPending>
+inline void cp_async_wait() {
+  emulator::cp_async_wait(kPending);
+}
+
+// ---- Barriers
+
+inline void sync_threads(EMULATOR_SITE) {
+  emulator::barrier(emulator::BarrierKind::kSyncThreads, 0, emulator::block_threads(), site);
+}
+inline void sync_warp(EMULATOR_SITE) { emulator::sync_warp(site); }
+inline void bar_sync(int id, int threads, EMULATOR_SITE) {
+  emulator::barrier(emulator::BarrierKind::kBarSync, id, threads, site);
+}
+inline void bar_arrive(int id, int threads, EMULATOR_SITE) {
+  emulator::barrier(emulator::BarrierKind::kBarArrive, id, threads, site);
+}
+
+// ---- Warp collectives
+
+template <class T>
+inline T shfl_xor(T value, int lane_mask, EMULATOR_SITE) {
+  static_assert(sizeof(T) == 4, "32-bit values");
+  u32 r;
+  __builtin_memcpy(&r, &value, 4);
+  r = emulator::shfl_xor(r, lane_mask, site);
+  __builtin_memcpy(&value, &r, 4);
+  return value;
+}
+inline bool any_lane(bool predicate, EMULATOR_SITE) { return emulator::vote(emulator::Vote::kAny, predicate, site); }
+inline bool all_lanes(bool predicate, EMULATOR_SITE) { return emulator::vote(emulator::Vote::kAll, predicate, site); }
+inline void ldmatrix_x4(u32 (&r)[4], u32 row_address, EMULATOR_SITE) {
+  emulator::ldmatrix_x4(r, row_address, false, site);
+}
+inline void ldmatrix_x4_trans(u32 (&r)[4], u32 row_address, EMULATOR_SITE) {
+  emulator::ldmatrix_x4(r, row_address, true, site);
+}
+template <class Element>
+inline void mma_m16n8k16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, EMULATOR_SITE) {
+  emulator::mma_m16n8k16(emulator_element<Element>(), false, d, a, b0, b1, site);
+}
+template <class Element>
+inline void mma_m16n8k16_init(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, EMULATOR_SITE) {
+  emulator::mma_m16n8k16(emulator_element<Element>(), true, d, a, b0, b1, site);
+}
+
+// ---- Arithmetic of one thread
+
+inline float neg_inf() { return -__builtin_inff(); }
+inline float max_f32(float a, float b) { return emulator::max_f32(a, b); }
+inline float min_f32(float a, float b) { return emulator::min_f32(a, b); }
+inline int max_i32(int a, int b) { return a > b ? a : b; }
+inline int min_i32(int a, int b) { return a < b ? a : b; }
+inline float fma_f32(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+inline float abs_f32(float x) { return __builtin_fabsf(x); }
+inline float ex2(float x) { return emulator::ex2(x); }
+inline float lg2(float x) { return emulator::lg2(x); }
+inline float rcp(float x) { return emulator::rcp(x); }
+template <class Element>
+inline u32 pack2(float lo, float hi) {
+  return emulator::pack2(emulator_element<Element>(), lo, hi);
+}
+
+// ---- The glue that the build appends after the kernel text: EMULATOR_ENTRY(name of the kernel)
+
+template <class Params>
+inline void emulator_call(void (*kernel)(Params), const void* params) {
+  Params copy;
+  __builtin_memcpy(&copy, params, sizeof(Params));
+  kernel(copy);
+}
+template <class Params>
+constexpr u32 emulator_params_size(void (*)(Params)) {
+  return sizeof(Params);
+}
+#define EMULATOR_ENTRY(kernel)                                               \
+  extern "C" const u32 emulator_params_bytes = emulator_params_size(kernel); \
+  extern "C" void emulator_call_kernel(const void* params) { emulator_call(kernel, params); }

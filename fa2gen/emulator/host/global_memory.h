@@ -1,0 +1,127 @@
+// Global memory: a kernel may touch the registered buffers only, and of these only the elements that are in view. Flags
+// are kept for every 2 bytes, the smallest element.
+#pragma once
+#include <cstdint>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "diagnostic.h"
+
+namespace emulator {
+
+class GlobalBuffer {
+ public:
+  enum Flag : uint8_t { kInView = 1, kInitialised = 2, kAtomic = 4 };
+
+  std::string name;
+  int pointer_index = 0;  // which field of the parameter struct points here
+  uint64_t start = 0;     // at which byte
+  bool writable = false, output = false;
+  uint8_t* data = nullptr;
+  size_t bytes = 0;
+  std::vector<uint8_t> flags;
+  std::vector<uint32_t> writer;  // 1 + number of the block that wrote it; writable buffers only
+
+  // All bytes start as NaN in every 16-bit and 32-bit format; the caller fills in what is in view.
+  void allocate(size_t size) {
+    bytes = size;
+    storage_.assign(size + 512, 0xff);
+    data = storage_.data() + 256 - reinterpret_cast<uintptr_t>(storage_.data()) % 256;
+    flags.assign((size + 1) / 2, 0);
+    if (writable) writer.assign((size + 1) / 2, 0);
+  }
+  bool contains(const uint8_t* at) const { return at >= data && at < data + bytes; }
+
+ private:
+  std::vector<uint8_t> storage_;
+};
+
+class GlobalMemory {
+ public:
+  std::vector<GlobalBuffer> buffers;
+
+  // `recent` is the caller's memory of the buffer that it used last: with few buffers, finding one costs a compare.
+  void check_read(const void* address, size_t bytes, size_t alignment, const char* what, size_t& recent) const {
+    const uint8_t* at = static_cast<const uint8_t*>(address);
+    check_flags(find(at, bytes, alignment, what, recent), at, bytes, what,
+                GlobalBuffer::kInView | GlobalBuffer::kInitialised);
+  }
+
+  // Each element is written once in a launch, or by atomics only.
+  void check_write(void* address, size_t bytes, bool atomic, unsigned block, const char* what, size_t& recent) {
+    const uint8_t* at = static_cast<const uint8_t*>(address);
+    GlobalBuffer& buffer = find(at, bytes, bytes, what, recent);
+    const size_t offset = at - buffer.data;
+    if (!buffer.writable)
+      throw Diagnostic("global-read-only", format("%s %zu bytes of %s at byte %zu, which is an input", what, bytes,
+                                                  buffer.name.c_str(), offset));
+    check_flags(buffer, at, bytes, what, GlobalBuffer::kInView | (atomic ? GlobalBuffer::kInitialised : 0));
+    for (size_t i = offset / 2; i < (offset + bytes) / 2; i++) {
+      uint8_t& flags = buffer.flags[i];
+      uint32_t& writer = buffer.writer[i];
+      if (writer && !(atomic && flags & GlobalBuffer::kAtomic))
+        throw Diagnostic("global-two-writers", format("%s %s at byte %zu, which block number %u already wrote", what,
+                                                      buffer.name.c_str(), 2 * i, writer - 1));
+      writer = block + 1;
+      flags |= GlobalBuffer::kInitialised | (atomic ? GlobalBuffer::kAtomic : 0);
+    }
+  }
+
+  // After the launch: every element of an output that is in view was written.
+  void check_all_written() const {
+    for (const GlobalBuffer& b : buffers) {
+      if (!b.output) continue;
+      size_t missing = 0, first = 0;
+      for (size_t i = 0; i < b.flags.size(); i++)
+        if ((b.flags[i] & (GlobalBuffer::kInView | GlobalBuffer::kInitialised)) == GlobalBuffer::kInView && !missing++)
+          first = 2 * i;
+      if (missing)
+        throw Diagnostic("global-not-written", format("%zu bytes of %s were never written, the first at byte %zu",
+                                                      2 * missing, b.name.c_str(), first));
+    }
+  }
+
+ private:
+  GlobalBuffer& find(const uint8_t* at, size_t bytes, size_t alignment, const char* what, size_t& recent) {
+    return const_cast<GlobalBuffer&>(static_cast<const GlobalMemory*>(this)->find(at, bytes, alignment, what, recent));
+  }
+  const GlobalBuffer& find(const uint8_t* at, size_t bytes, size_t alignment, const char* what, size_t& recent) const {
+    if (reinterpret_cast<uintptr_t>(at) % alignment)
+      throw Diagnostic("global-misaligned", format("%s %zu bytes %s, which is not aligned to %zu bytes", what, bytes,
+                                                   place(at).c_str(), alignment));
+    if (recent >= buffers.size() || !buffers[recent].contains(at))
+      for (recent = 0; recent < buffers.size() && !buffers[recent].contains(at);) recent++;
+    if (recent == buffers.size() || at + bytes > buffers[recent].data + buffers[recent].bytes)
+      throw Diagnostic("global-out-of-range", format("%s %zu bytes %s", what, bytes, place(at).c_str()));
+    return buffers[recent];
+  }
+
+  static void check_flags(const GlobalBuffer& buffer, const uint8_t* at, size_t bytes, const char* what, int need) {
+    const size_t offset = at - buffer.data;
+    for (size_t i = offset / 2; i < (offset + bytes + 1) / 2; i++) {
+      const int missing = need & ~buffer.flags[i];
+      if (!missing) continue;
+      if (missing & GlobalBuffer::kInView)
+        throw Diagnostic("global-out-of-view", format("%s %zu bytes of %s at byte %zu, outside the tensor's rows", what,
+                                                      bytes, buffer.name.c_str(), offset));
+      throw Diagnostic("global-uninitialised-read", format("%s %zu bytes of %s at byte %zu, which nobody wrote", what,
+                                                           bytes, buffer.name.c_str(), offset));
+    }
+  }
+
+  std::string place(const uint8_t* at) const {
+    const GlobalBuffer* nearest = nullptr;
+    long long least = 0;
+    for (const GlobalBuffer& b : buffers) {
+      if (b.contains(at)) return format("at byte %zu of %s (%zu bytes)", size_t(at - b.data), b.name.c_str(), b.bytes);
+      const long long distance = at < b.data ? b.data - at : at - (b.data + b.bytes);
+      if (!nearest || distance < least) nearest = &b, least = distance;
+    }
+    if (!nearest) return "where no buffer is";
+    return format("%lld bytes %s %s", least, at < nearest->data ? "before the start of" : "after the end of",
+                  nearest->name.c_str());
+  }
+};
+
+}  // namespace emulator
