@@ -1,0 +1,70 @@
+"""The ``fa2gen`` command: sub-commands, and how errors become one line and an exit code.
+
+Exit codes: 0 done; 1 an error of fa2gen's own (``error: ...`` on stderr) or a failed check; 2 wrong usage; 130 Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import click
+
+from . import __version__
+from .commands.doctor import doctor
+from .commands.emit import emit
+from .commands.tune import tune
+from .commands.verify import verify
+from .errors import Fa2genError
+
+
+class _Group(click.Group):
+    """A group whose errors are one line, never a traceback, and whose usage errors point to the right help."""
+
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        windows_expand_args: bool = True,
+        **extra: Any,
+    ) -> Any:
+        try:
+            with warnings.catch_warnings():
+                warnings.showwarning = _show_warning
+                result = super().main(args, prog_name, complete_var, False, windows_expand_args, **extra)
+        except click.UsageError as error:
+            command = error.ctx.command_path if error.ctx else "fa2gen"
+            _fail(f"{error.format_message().rstrip('.')} (see {command} --help)", 2)
+        except click.ClickException as error:
+            _fail(error.format_message(), error.exit_code)
+        except Fa2genError as error:
+            _fail(str(error), 1)
+        except OSError as error:
+            # A full disk, a read-only folder: the operating system's own words are the clearest.
+            _fail(str(error), 1)
+        except (click.Abort, KeyboardInterrupt):
+            _fail("interrupted", 130)
+        sys.exit(result if isinstance(result, int) else 0)
+
+
+def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
+    click.echo(f"warning: {' '.join(str(message).split())}", err=True)
+
+
+def _fail(message: str, code: int) -> None:
+    click.echo(f"error: {' '.join(message.split())}", err=True)
+    sys.exit(code)
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__, prog_name="fa2gen")
+def main() -> None:
+    """Generate, prove, tune and emit FlashAttention kernels for NVIDIA GPUs."""
+
+
+for _command in (tune, emit, verify, doctor):
+    main.add_command(_command)

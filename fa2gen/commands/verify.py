@@ -1,0 +1,225 @@
+"""``fa2gen verify``: run kernels against the float64 reference, on the GPU or in the emulator."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ..constraints import default_config, infeasible_reason
+from ..errors import ArgumentError, EmulatorError, InfeasibleError, LaunchError
+from ..hardware import Gpu
+from ..problem import Problem
+from ..spec import FwdConfig, KernelSpec
+from .options import gpu_at_hand, gpu_option, json_option, make_specs, resolve_gpu, seqlen_options, spec_options
+from .progress import StageProgress
+
+if TYPE_CHECKING:
+    from ..gate import GateCase, Runner
+
+
+@dataclass(frozen=True)
+class _Event:
+    """Progress of one kernel's gate."""
+
+    stage: str
+    done: int
+    total: int
+    text: str
+
+
+@dataclass(frozen=True)
+class _Verdict:
+    spec: KernelSpec
+    config: FwdConfig
+    chosen: str
+    passed: bool
+    text: str
+
+
+@click.command(short_help="Check kernels against the float64 reference.")
+@spec_options(gqa=(1,))
+@gpu_option("GPU whose tuned configs are checked. [default: the one found, else none: the default config]")
+@seqlen_options(None)
+@click.option(
+    "--backend",
+    type=click.Choice(("auto", "cuda", "emulator")),
+    default="auto",
+    show_default=True,
+    help="Where kernels run; auto is cuda where a GPU is found.",
+)
+@click.option(
+    "--budget",
+    type=click.Choice(("quick", "full")),
+    default="quick",
+    show_default=True,
+    help="Without lengths: about twenty cases, or about a hundred.",
+)
+@click.option("--config", "config_json", metavar="JSON", help="Check this config, e.g. '{\"block_m\": 64}'.")
+@json_option
+def verify(
+    headdims: tuple[int, ...],
+    dtypes: tuple[str, ...],
+    causal: bool | None,
+    gqa_ratios: tuple[int, ...],
+    gpu_name: str | None,
+    seqlen_q: int | None,
+    seqlen_k: int | None,
+    backend: str,
+    budget: str,
+    config_json: str | None,
+    as_json: bool,
+) -> int:
+    """Run kernels and compare every row with attention in float64.
+
+    Without lengths the cases are the ones a config must pass before it enters a table: sizes at tile edges, empty rows,
+    one key that holds all the weight, scores that grow, views into memory filled with NaN. With lengths, the same kinds
+    of data at those lengths. The emulator also reports races, missing waits, uninitialised reads and deadlocks.
+
+    \b
+    Example:
+      fa2gen verify --headdim 64 --causal --seqlen-q 113 --seqlen-k 203 --dtype bf16 --backend emulator
+    """
+    specs = make_specs(headdims, dtypes, causal, gqa_ratios)
+    if seqlen_k is not None and seqlen_q is None:
+        raise click.UsageError("--seqlen-k needs --seqlen-q", click.get_current_context())
+    lengths = None if seqlen_q is None else (seqlen_q, seqlen_q if seqlen_k is None else seqlen_k)
+    backend = _resolve_backend(backend)
+    gpu = resolve_gpu(gpu_name) if gpu_name is not None else gpu_at_hand()
+    verdicts = []
+    with StageProgress() as progress:
+        for spec in specs:
+            config, chosen = _choose_config(spec, gpu, lengths, config_json)
+            verdicts.append(_verify(spec, config, chosen, backend, lengths, budget, progress.on_event))
+    failed = [verdict for verdict in verdicts if not verdict.passed]
+    if as_json:
+        click.echo(json.dumps({"backend": backend, "kernels": [_as_json(v) for v in verdicts]}, indent=2))
+    else:
+        for verdict in verdicts:
+            mark = "ok    " if verdict.passed else "WRONG "
+            click.echo(
+                f"{mark} {verdict.spec.slug()}  {verdict.config.slug()} ({verdict.chosen})\n       {verdict.text}"
+            )
+        click.echo(f"{len(verdicts) - len(failed)} of {len(verdicts)} kernels right, on the {backend} backend")
+    return 1 if failed else 0
+
+
+def _resolve_backend(name: str) -> str:
+    if name == "emulator":
+        return name
+    from .. import driver
+
+    reason = driver.unavailable_reason()
+    if name == "auto":
+        return "emulator" if reason else "cuda"
+    if name == "cuda" and reason:
+        raise LaunchError(f"the cuda backend is not available: {reason}; use --backend emulator")
+    return name
+
+
+def _choose_config(
+    spec: KernelSpec, gpu: Gpu | None, lengths: tuple[int, int] | None, config_json: str | None
+) -> tuple[FwdConfig, str]:
+    if config_json is not None:
+        try:
+            form = json.loads(config_json)
+        except ValueError as error:
+            raise ArgumentError(f"--config must be a JSON object: {error}") from None
+        if not isinstance(form, dict):
+            raise ArgumentError(f"--config must be a JSON object, got {config_json}")
+        config = FwdConfig.from_canonical(form)
+        if gpu is not None and (reason := infeasible_reason(spec, config, gpu.arch)):
+            raise InfeasibleError(f"{config.slug()} cannot run {spec.slug()} on {gpu.title}: {reason}")
+        return config, "given"
+    if gpu is None:
+        return default_config(spec), "default"
+    from ..codegen import template_hash
+    from ..emit import typical_problem
+    from ..tables import lookup
+
+    bucket = typical_problem(spec, *(lengths or (2048, 2048))).bucket(gpu.num_sms)
+    match = lookup(spec, bucket, gpu, template_hash=template_hash)
+    return match.config, match.source
+
+
+def _verify(
+    spec: KernelSpec,
+    config: FwdConfig,
+    chosen: str,
+    backend: str,
+    lengths: tuple[int, int] | None,
+    budget: str,
+    on_event: Callable[[Any], None],
+) -> _Verdict:
+    from ..gate import forward_cases, run_gate
+
+    cases = forward_cases(spec, config, budget=budget) if lengths is None else _cases_at(spec, config, *lengths)
+
+    def reported() -> Iterator[GateCase]:
+        for done, case in enumerate(cases):
+            on_event(_Event(spec.slug(), done, len(cases), case.label()))
+            yield case
+        on_event(_Event(spec.slug(), len(cases), len(cases), ""))
+
+    runner, device = _runner(spec, config, backend)
+    try:
+        report = run_gate(spec, config, runner, reported(), device=device)
+    except EmulatorError as error:
+        return _Verdict(spec, config, chosen, False, str(error))
+    return _Verdict(spec, config, chosen, report.passed, report.text)
+
+
+def _cases_at(spec: KernelSpec, config: FwdConfig, seqlen_q: int, seqlen_k: int) -> Sequence[GateCase]:
+    """The gate's kinds of data at one pair of lengths, in its three layouts."""
+    from ..gate import GateCase
+
+    # Two key/value heads show a wrong head stride; a large group has enough query heads with one.
+    heads_k = 2 if spec.gqa_ratio <= 2 else 1
+    problem = Problem(1, seqlen_q, seqlen_k, heads_k * spec.gqa_ratio, heads_k)
+    scale = float(spec.head_dim**-0.5)
+    kinds: tuple[tuple[str, float, int, str], ...] = (
+        ("normal", 1.0, 1, "contiguous"),
+        ("normal", 60.0, 1, "padded"),
+        ("walk", 1.0, 1, "heads_first"),
+        ("growing", 8.0, config.step_n, "contiguous"),
+        ("falling", 8.0, config.step_n, "padded"),
+        ("spike_last", 200.0, 1, "heads_first"),
+    )
+    if seqlen_k == 0:
+        kinds = kinds[:1]
+    return [
+        GateCase(problem, data, scale, amount, period, layout=layout, seed=seed)
+        for seed, (data, amount, period, layout) in enumerate(kinds)
+    ]
+
+
+def _runner(spec: KernelSpec, config: FwdConfig, backend: str) -> tuple[Runner, str]:
+    if backend == "emulator":
+        from ..emulator.forward import run_forward
+
+        def emulate(q: Any, k: Any, v: Any, softmax_scale: float) -> tuple[Any, Any]:
+            out, lse, _ = run_forward(spec, config, q, k, v, softmax_scale=softmax_scale)
+            return out, lse
+
+        return emulate, "cpu"
+    from ..runtime import attention
+
+    def launch(q: Any, k: Any, v: Any, softmax_scale: float) -> Any:
+        return attention(
+            q, k, v, causal=spec.causal, softmax_scale=softmax_scale, return_lse=True, backend="cuda", config=config
+        )
+
+    return launch, "cuda"
+
+
+def _as_json(verdict: _Verdict) -> dict[str, Any]:
+    return {
+        "spec": verdict.spec.canonical(),
+        "config": verdict.config.canonical(),
+        "config_chosen": verdict.chosen,
+        "passed": verdict.passed,
+        "text": verdict.text,
+    }
