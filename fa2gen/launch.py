@@ -19,6 +19,8 @@ from .constraints import smem_plan
 POINTERS = FWD_PARAMS.pointers
 """Pointer fields that lead the parameter struct: pointer i is the 8 bytes at 8 * i. Null in a fresh plan."""
 
+# Threads that copy one 128-byte panel row of K or V together (templates/sm80/tile.cuh).
+_THREADS_PER_ROW = 8
 _MAX_GRID_X = 2**31 - 1
 # Key and query indices are 32-bit in the kernel, and a tile may reach 256 beyond the end.
 _MAX_SEQLEN = 2**31 - 512
@@ -103,8 +105,12 @@ def fwd_plan(
     section = heads_per_section(spec, problem, l2_bytes)
     # Tile indices inside a section are 32-bit products.
     section = max(1, min(section, _MAX_GRID_X // num_m_blocks))
+    rows_per_pass = config.num_threads // _THREADS_PER_ROW
+    row_bytes = {tensor: strides[tensor][1] * 2 for tensor in ("k", "v")}
     params = FWD_PARAMS.pack(
         **named_strides,
+        **{f"{tensor}_pass_bytes": rows_per_pass * bytes for tensor, bytes in row_bytes.items()},
+        **{f"{tensor}_tile_bytes": config.block_n * bytes for tensor, bytes in row_bytes.items()},
         batch=problem.batch,
         num_heads=problem.num_heads_q,
         seqlen_q=problem.seqlen_q,

@@ -90,6 +90,11 @@ FWD_PARAMS = ParamStruct(
         *_strides("k"),
         *_strides("v"),
         *_strides("o"),
+        # A constant-bank operand of the add: multiplying the row stride in the loop costs 3 % (H200, d 128).
+        Field("i64", "k_pass_bytes", "bytes from row r of k to row r + kRowsPerPass"),
+        Field("i64", "v_pass_bytes", "likewise of v"),
+        Field("i64", "k_tile_bytes", "bytes from row r of k to row r + kBlockN"),
+        Field("i64", "v_tile_bytes", "likewise of v"),
         Field("int", "batch", "at least 1"),
         Field("int", "num_heads", "query heads"),
         Field("int", "seqlen_q", "at least 1"),

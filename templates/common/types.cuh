@@ -36,4 +36,5 @@ template <class T>
 struct gptr {
   T* address;
   FUNC gptr operator+(i64 elements) const { return {address + elements}; }
+  FUNC gptr plus_bytes(i64 bytes) const { return {reinterpret_cast<T*>(reinterpret_cast<u64>(address) + bytes)}; }
 };

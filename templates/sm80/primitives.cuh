@@ -227,6 +227,13 @@ FUNC void mma_m16n8k16_init<fp16>(float (&d)[4], const u32 (&a)[4], u32 b0, u32 
 
 // ---- Arithmetic of one thread
 
+// x, but the compiler cannot see where it comes from: it keeps the value instead of computing it again in a loop.
+FUNC u32 opaque(u32 x) {
+  u32 y;
+  asm volatile("mov.b32 %0, %1;" : "=r"(y) : "r"(x));
+  return y;
+}
+
 FUNC float neg_inf() { return -__builtin_inff(); }
 // A NaN operand loses against a number.
 FUNC float max_f32(float a, float b) {

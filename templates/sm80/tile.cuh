@@ -5,6 +5,7 @@
 // ldmatrix, plain and transposed, and the copies below are free of bank conflicts.
 
 constexpr int kPanelRowBytes = 128;
+constexpr int kRowsPerPass = kThreads / 8;
 constexpr int kPanels = kHeadDimPadded / 64;
 constexpr int kChunks = (kHeadDim + 15) / 16 * 2;  // 16-byte chunks of a row that the products read
 
@@ -45,27 +46,28 @@ FUNC void load_chunk(u32 destination, gptr<const Element> source, int chunk, boo
   }
 }
 
-// Loads a K or V tile: 8 threads cover the 128 bytes of a panel row (16 threads over a 256-byte row of two panels would
-// hit the same banks twice). `rows` points at this thread's first element: row threadIdx.x / 8, column threadIdx.x % 8 * 8.
-// With kRagged, rows from num_rows on become zero: stale memory times a zero of P could be NaN.
+// This thread's part of a K or V tile: row threadIdx.x / 8, chunk threadIdx.x % 8 of the first panel; 8 threads cover the
+// 128 bytes of a panel row (16 threads over a 256-byte row of two panels would hit the same banks twice).
+FUNC u32 thread_part(u32 tile) { return tile + swizzled(threadIdx.x / 8, threadIdx.x % 8); }
+
+// Loads a K or V tile. `to` and `from` are this thread's part of the tile in shared and in global memory; `pass_bytes` leads
+// to the same place kRowsPerPass rows on. With kRagged, rows from num_rows on become zero: stale memory times a zero of P
+// could be NaN.
 template <bool kRagged>
-FUNC void load_tile(u32 tile, gptr<const Element> rows, i64 row_stride, int num_rows) {
-  constexpr int kRowsPerPass = kThreads / 8;
+FUNC void load_tile(u32 to, gptr<const Element> from, i64 pass_bytes, int num_rows) {
   static_assert(kBlockN % kRowsPerPass == 0 && kRowsPerPass % 8 == 0, "a pass keeps the swizzle of its first row");
-  const int row = threadIdx.x / 8, chunk = threadIdx.x % 8;
-  const u32 destination = tile + swizzled(row, chunk);
 #pragma unroll
   for (int pass = 0; pass < kBlockN; pass += kRowsPerPass) {
-    const bool valid = !kRagged || pass + row < num_rows;
+    const bool valid = !kRagged || pass + int(threadIdx.x) / 8 < num_rows;
 #pragma unroll
     for (int panel = 0; panel < kPanels; panel++) {
-      const u32 to = destination + panel * kBlockN * kPanelRowBytes + pass * kPanelRowBytes;
+      const u32 destination = to + panel * kBlockN * kPanelRowBytes + pass * kPanelRowBytes;
       if constexpr (!kRagged && kVectorBytes == 16 && kHeadDim == kHeadDimPadded)
-        cp_async16(to, rows + panel * 64);
+        cp_async16(destination, from + panel * 64);
       else
-        load_chunk(to, rows + panel * 64, panel * 8 + chunk, valid);
+        load_chunk(destination, from + panel * 64, panel * 8 + threadIdx.x % 8, valid);
     }
-    rows = rows + kRowsPerPass * row_stride;
+    from = from.plus_bytes(pass_bytes);
   }
 }
 
