@@ -1,0 +1,179 @@
+"""Runs nvcc on one source, by PyCUDA or as a process of our own. Both run the same command: the bytes are equal.
+
+PyCUDA is used where it imports and where one kernel is wanted. A pool of compilations runs nvcc itself: PyCUDA hands
+over ptxas's report as a Python warning, which cannot be told apart between threads, and its nvcc cannot be stopped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import tempfile
+import threading
+import warnings
+from pathlib import Path
+
+from ..errors import CompileError, ToolchainError
+from .nvcc import CUBIN_NAME, SOURCE_NAME, Nvcc, nvcc_command, nvcc_options
+
+#: A kernel takes 1 to 3 s; a compiler that needs longer than this hangs.
+TIMEOUT_SECONDS = 600.0
+
+_NO_HOST_COMPILER = re.compile(
+    r"Failed to preprocess host compiler|(?:gcc|g\+\+|cc1plus): (?:command )?not found"
+    r"|No such file or directory.*\bgcc\b",
+    re.I,
+)
+
+
+class Processes:
+    """The nvcc processes of one pool, so that all can be stopped at once."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._running: set[subprocess.Popen[str]] = set()
+        self.stopped = False
+
+    def start(self, command: list[str], folder: str) -> subprocess.Popen[str]:
+        with self._lock:
+            if self.stopped:
+                raise CompileError("the compilation was cancelled")
+            # A session of its own: nvcc is a driver of other programs, which are stopped together with it. Its
+            # temporary files go where this process removes them.
+            process = subprocess.Popen(
+                command,
+                cwd=folder,
+                env={**os.environ, "TMPDIR": folder},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+                start_new_session=True,
+            )
+            self._running.add(process)
+            return process
+
+    def forget(self, process: subprocess.Popen[str]) -> None:
+        with self._lock:
+            self._running.discard(process)
+
+    def stop(self) -> None:
+        """Ends every process and lets none start."""
+        with self._lock:
+            self.stopped = True
+            for process in self._running:
+                end_process(process)
+
+
+def end_process(process: subprocess.Popen[str]) -> None:
+    """Ends nvcc and the programs it started; they have the process group to themselves."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def run_nvcc(text: str, target: str, nvcc: Nvcc, processes: Processes | None = None) -> tuple[bytes, str]:
+    """Compiles ``text`` for ``target`` with nvcc as a process.
+
+    Returns:
+        The cubin, and everything that nvcc and ptxas wrote.
+
+    Raises:
+        CompileError: nvcc refused the source, was killed, or took longer than ``TIMEOUT_SECONDS``.
+        ToolchainError: nvcc cannot work (no host compiler).
+    """
+    processes = processes or Processes()
+    with tempfile.TemporaryDirectory(prefix="fa2gen-", ignore_cleanup_errors=True) as folder:
+        Path(folder, SOURCE_NAME).write_text(text)
+        try:
+            process = processes.start(nvcc_command(nvcc, target), folder)
+        except OSError as error:
+            raise ToolchainError(f"{nvcc.path} does not run: {error}") from error
+        try:
+            log, _ = process.communicate(timeout=TIMEOUT_SECONDS)
+        except subprocess.TimeoutExpired:
+            raise CompileError(f"nvcc took longer than {TIMEOUT_SECONDS:.0f} s for {target} and was stopped") from None
+        finally:
+            if process.poll() is None:
+                end_process(process)
+                process.communicate()
+            processes.forget(process)
+        if processes.stopped:
+            raise CompileError("the compilation was cancelled", log)
+        cubin = Path(folder, CUBIN_NAME)
+        if process.returncode != 0 or not cubin.is_file():
+            raise compile_failure(nvcc, target, process.returncode, log)
+        return cubin.read_bytes(), log
+
+
+def compile_failure(nvcc: Nvcc, target: str, status: int, log: str) -> CompileError | ToolchainError:
+    """The error for a failed run of nvcc, with the compiler's first complaint in its message."""
+    if _NO_HOST_COMPILER.search(log):
+        return ToolchainError(f"{nvcc.path} finds no host compiler, which it needs to preprocess: install g++")
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    complaint = next(
+        (line for line in lines if re.search(r"\b(?:error|fatal)\b", line)), lines[-1] if lines else "no output"
+    )
+    version = ".".join(map(str, nvcc.version))
+    return CompileError(f"nvcc {version} failed for {target} (exit status {status}): {complaint}", log)
+
+
+# One at a time: the report is caught by replacing a hook of the warnings module, which all threads share.
+_pycuda_lock = threading.Lock()
+
+
+def run_pycuda(text: str, target: str, nvcc: Nvcc) -> tuple[bytes, str] | None:
+    """Compiles ``text`` for ``target`` through ``pycuda.compiler``.
+
+    Returns:
+        The cubin and the log, or None where PyCUDA cannot serve: it does not import, another thread is using it, its
+        debugging flags are on (they change the code), or the compiler's report got lost.
+
+    Raises:
+        CompileError: nvcc refused the source.
+        ToolchainError: nvcc cannot work.
+    """
+    try:
+        import pycuda.compiler
+        import pycuda.driver
+    except Exception:  # ImportError without libcuda; RuntimeError and others from broken installations
+        return None
+    if pycuda.driver.CUDA_DEBUGGING or not _pycuda_lock.acquire(blocking=False):
+        return None
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            cubin = pycuda.compiler.compile(
+                text,
+                nvcc=str(nvcc.path),
+                options=nvcc_options(target)[:-2],
+                arch=target,
+                no_extern_c=True,
+                cache_dir=False,
+            )
+    except pycuda.driver.CompileError as error:
+        _remove_leftovers(str(error.msg))
+        raise compile_failure(nvcc, target, 1, f"{error.stdout or ''}{error.stderr or ''}") from None
+    except OSError as error:
+        raise ToolchainError(f"{nvcc.path} does not run: {error}") from error
+    finally:
+        _pycuda_lock.release()
+    log = "".join(str(warning.message) for warning in caught if "The CUDA compiler succeeded" in str(warning.message))
+    return (cubin, log) if log else None
+
+
+def _remove_leftovers(message: str) -> None:
+    """PyCUDA leaves the temporary folder of a failed compilation; its message names it."""
+    match = re.search(r"compilation of (\S+) failed", message)
+    if match is None:
+        return
+    folder = Path(match[1]).parent
+    if folder.parent == Path(tempfile.gettempdir()) and {path.name for path in folder.iterdir()} <= {
+        SOURCE_NAME,
+        CUBIN_NAME,
+    }:
+        shutil.rmtree(folder, ignore_errors=True)
