@@ -1,7 +1,7 @@
 """Builds a kernel rendered for the host into a program, with g++ or clang++, once for each content.
 
-A program is two parts: the runtime (``host/*.cpp``: fibers, scheduler, shadow memory), built once for each compiler, and
-the kernel's own text, which takes about half a second.
+A program is two parts: the runtime (``host/*.cpp``: fibers, scheduler, shadow memory), built once for each compiler,
+and the kernel's own text, which takes about half a second.
 """
 
 from __future__ import annotations

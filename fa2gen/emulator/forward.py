@@ -67,7 +67,7 @@ def run_forward(
 
     kernel = build(render_kernel(spec, config, "host"))
     # (batch, row, head): the order of a (batch, seqlen, heads, head_dim) tensor's own strides.
-    strides = {name: tuple(t.stride()[:3]) for name, t in (("q", q), ("k", k), ("v", v), ("o", out))}
+    strides = {name: (t.stride(0), t.stride(1), t.stride(2)) for name, t in (("q", q), ("k", k), ("v", v), ("o", out))}
     plan = fwd_plan(spec, config, problem, strides=strides, softmax_scale=softmax_scale, l2_bytes=_L2_BYTES)
     output = _tensor_buffer("o", out, output=True)
     repairs = np.zeros(1, np.uint32)

@@ -124,6 +124,7 @@ inline float max_f32(float a, float b) { return emulator::max_f32(a, b); }
 inline float min_f32(float a, float b) { return emulator::min_f32(a, b); }
 inline int max_i32(int a, int b) { return a > b ? a : b; }
 inline int min_i32(int a, int b) { return a < b ? a : b; }
+inline u32 opaque(u32 x) { return x; }
 inline float fma_f32(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 inline float abs_f32(float x) { return __builtin_fabsf(x); }
 inline float ex2(float x) { return emulator::ex2(x); }
