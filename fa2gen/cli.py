@@ -29,13 +29,12 @@ class _Group(click.Group):
         prog_name: str | None = None,
         complete_var: str | None = None,
         standalone_mode: bool = True,
-        windows_expand_args: bool = True,
         **extra: Any,
     ) -> Any:
         try:
             with warnings.catch_warnings():
                 warnings.showwarning = _show_warning
-                result = super().main(args, prog_name, complete_var, False, windows_expand_args, **extra)
+                result = super().main(args, prog_name, complete_var, standalone_mode=False, **extra)
         except click.UsageError as error:
             command = error.ctx.command_path if error.ctx else "fa2gen"
             _fail(f"{error.format_message().rstrip('.')} (see {command} --help)", 2)

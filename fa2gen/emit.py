@@ -162,6 +162,7 @@ def _example(kernels: Sequence[EmittedKernel], gpu: Gpu) -> dict[str, str]:
             "head_dim": kernel.source.spec.head_dim,
             "gqa_ratio": kernel.source.spec.gqa_ratio,
             "block_m": kernel.source.config.block_m,
+            "block_n": kernel.source.config.block_n,
             "num_threads": kernel.source.num_threads,
             "smem_bytes": kernel.source.smem_bytes,
             "bf16": str(kernel.source.spec.dtype == "bf16").lower(),

@@ -105,7 +105,8 @@ def _forward(
                 visible = min(seqlen_k, r.stop + seqlen_k - seqlen_q) if causal else seqlen_k
                 if visible <= 0:
                     continue
-                queries = q[b, r, query_heads].to(dtype).transpose(1, 2).unflatten(1, (-1, group))
+                queries = q[b, r, query_heads].to(dtype).transpose(1, 2)
+                queries = queries.reshape(queries.shape[0], -1, group, *queries.shape[2:])
                 mask = _causal_mask(r, visible, seqlen_k - seqlen_q, q.device) if causal else None
                 weights, row_lse = _softmax(queries, keys[..., :visible], scale, mask, rounded_to)
                 weights = weights.square_() if squared else weights
@@ -119,7 +120,7 @@ def _softmax(
     queries: Tensor, keys: Tensor, scale: float, mask: Tensor | None, rounded_to: torch.dtype | None
 ) -> tuple[Tensor, Tensor]:
     """Weights (b, h, group, rows, keys) and LSE of queries (b, h, group, rows, d); mask (rows, keys), True: visible."""
-    scores = torch.matmul(queries.flatten(2, 3), keys).unflatten(2, queries.shape[2:4])
+    scores = torch.matmul(queries.flatten(2, 3), keys).view(*queries.shape[:4], -1)
     scores = _round(scores.mul_(scale), rounded_to)
     if mask is not None:
         scores.masked_fill_(~mask, -math.inf)
@@ -134,7 +135,7 @@ def _softmax(
 def _weighted_sum(weights: Tensor, values: Tensor, mask: Tensor | None, finite: bool) -> Tensor:
     """Weights times values (b, h, keys, d): a value row reaches only the rows that see it, NaN or not."""
     known = values if finite else torch.nan_to_num(values, nan=0.0, posinf=0.0, neginf=0.0)
-    out = torch.matmul(weights.flatten(2, 3), known).unflatten(2, weights.shape[2:4])
+    out = torch.matmul(weights.flatten(2, 3), known).view(*weights.shape[:4], -1)
     return out if finite else _with_non_finite_values(out, values, mask)
 
 

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..hardware import Gpu
-from ..tuning.session import TuneReport, TuneRequest, default_requests
-from ..tuning.session import tune as run_tuning
 from .options import gpu_option, json_option, make_specs, resolve_gpu, seqlen_options, spec_options
 from .progress import StageProgress
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from ..tuning.session import TuneReport, TuneRequest
 
 
 @click.command(short_help="Find the fastest configs for a GPU and save them.")
@@ -69,6 +69,8 @@ def tune(
       fa2gen tune --headdim 128 --gpu a100
       fa2gen tune --headdim 64 --headdim 128 --dtype bf16 --causal --seqlen-q 4096
     """
+    from ..tuning.session import tune as run_tuning
+
     specs = make_specs(headdims, dtypes, causal, gqa_ratios)
     if seqlen_k is not None and seqlen_q is None:
         raise click.UsageError("--seqlen-k needs --seqlen-q", click.get_current_context())
@@ -91,6 +93,8 @@ def tune(
 
 
 def _requests(specs: Sequence[Any], seqlen_q: int | None, seqlen_k: int | None) -> list[TuneRequest]:
+    from ..tuning.session import TuneRequest, default_requests
+
     if seqlen_q is not None:
         from ..emit import typical_problem
 
