@@ -1,0 +1,267 @@
+"""One Optuna study of one (gpu, spec, bucket): resumable, shared by processes, and honest about failures.
+
+The journal is a file of its own, so a damaged one costs one study. Neither of Optuna's constraint interfaces is used
+(one is deprecated in version 5, the other does not exist in version 4): illegal points are told as pruned, with the
+reason, before anything is compiled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+import optuna
+from optuna.distributions import BaseDistribution, CategoricalDistribution
+from optuna.storages import JournalStorage
+from optuna.storages.journal import JournalFileBackend
+from optuna.trial import TrialState
+
+from fa2gen.hardware import Gpu
+from fa2gen.problem import Bucket
+from fa2gen.spec import FwdConfig, KernelSpec
+from fa2gen.tables import utc_now
+
+from .space import GRID, Space, config_of, exclusion_reason, params_of
+
+OUTCOMES = ("infeasible", "compile_failed", "spilled", "launch_failed", "wrong", "timeout")
+"""Why a trial has no time; each is stored with its text."""
+
+# Points that an ask may waste on illegal or known configs before the space counts as exhausted.
+_MAX_WASTED_ASKS = 200
+
+
+def state_dir() -> Path:
+    """Folder of the studies: ``$FA2GEN_STATE_DIR``, else ``fa2gen`` in the XDG state directory; plus ``/studies``."""
+    if chosen := os.environ.get("FA2GEN_STATE_DIR"):
+        return Path(chosen).expanduser() / "studies"
+    base = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
+    return Path(base).expanduser() / "fa2gen" / "studies"
+
+
+def study_name(gpu: str, spec: KernelSpec, bucket: Bucket, family: str, template_hash: str, space_key: str) -> str:
+    """Readable name with a hash over everything that makes old numbers comparable with new ones."""
+    identity = json.dumps([gpu, spec.key(), bucket.label(), family, template_hash, space_key])
+    digest = hashlib.sha256(identity.encode()).hexdigest()[:12]
+    return f"{gpu}_{spec.slug()}_{bucket.label()}_{family}_{digest}"
+
+
+class _JournalLock:
+    """flock, which dies with its holder, unlike Optuna's lock files.
+
+    A writer killed in the middle leaves a line without its end; a later append would join it and make the journal
+    unreadable for good. Whoever takes the lock next cuts such a rest off.
+    """
+
+    def __init__(self, journal: Path) -> None:
+        self._journal = journal
+        self._file: IO[str] | None = None
+
+    def acquire(self) -> bool:
+        self._file = open(self._journal.with_suffix(".lock"), "w")  # noqa: SIM115  (open until release)
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+        with open(self._journal, "rb+") as journal:
+            text = journal.read()
+            if text and not text.endswith(b"\n"):
+                journal.truncate(text.rfind(b"\n") + 1)
+        return True
+
+    def release(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+@dataclass
+class Asked:
+    """A config to try; give it back with ``TuningStudy.complete`` or ``TuningStudy.fail``."""
+
+    config: FwdConfig
+    trial: Any
+
+
+class TuningStudy:
+    """Ask and tell over the legal space of one (gpu, spec, bucket).
+
+    Use as a context manager: while it is open, other processes see that its running trials are alive.
+
+    Args:
+        gpu, spec, bucket: What is tuned.
+        template_hash: Of the kernel's templates.
+        space: The legal space.
+        family: Kernel family.
+        seed: Of the sampler.
+        resume: False puts an earlier study aside (``*.old``), unless another process is using it.
+        directory: Default :func:`state_dir`.
+    """
+
+    def __init__(
+        self,
+        gpu: Gpu,
+        spec: KernelSpec,
+        bucket: Bucket,
+        *,
+        template_hash: str,
+        space: Space,
+        family: str = "sm80",
+        seed: int = 0,
+        resume: bool = True,
+        directory: Path | None = None,
+    ) -> None:
+        self._gpu, self._spec = gpu, spec
+        self._distributions: dict[str, BaseDistribution] = {
+            name: CategoricalDistribution(values) for name, values in GRID.items()
+        }
+        folder = directory or state_dir()
+        folder.mkdir(parents=True, exist_ok=True)
+        self.name = study_name(gpu.name, spec, bucket, family, template_hash, space.key())
+        self.path = folder / f"{self.name}.journal"
+        # Shared by every process that works on the study; the one that gets it alone may clean up after dead ones.
+        self._session = open(self.path.with_suffix(".session"), "w")  # noqa: SIM115  (open until close)
+        alone = self._try_alone()
+        if alone and not resume and self.path.exists():
+            self.path.rename(self.path.with_name(f"{self.path.name}.{utc_now().replace(':', '')}-{os.getpid()}.old"))
+        self._study = self._open(seed)
+        if alone:
+            for trial in self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
+                self._study.tell(trial.number, state=TrialState.FAIL)
+        fcntl.flock(self._session, fcntl.LOCK_SH)
+
+    def __enter__(self) -> TuningStudy:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends this process's part; finished trials are on disk already."""
+        self._session.close()
+
+    def _try_alone(self) -> bool:
+        try:
+            fcntl.flock(self._session, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return False
+        return True
+
+    def _open(self, seed: int) -> optuna.Study:
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        self.path.touch()
+        # Optuna asks for acquire() and release() alone; its base class is not public.
+        lock: Any = _JournalLock(self.path)
+        storage = JournalStorage(JournalFileBackend(str(self.path), lock_obj=lock))
+        with warnings.catch_warnings():
+            # Both arguments are marked experimental in Optuna 4 and are the defaults in 5.
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            sampler = optuna.samplers.TPESampler(
+                seed=seed, n_startup_trials=8, multivariate=True, constant_liar=True, warn_independent_sampling=False
+            )
+        return optuna.create_study(storage=storage, study_name=self.name, sampler=sampler, load_if_exists=True)
+
+    def enqueue(self, config: FwdConfig) -> bool:
+        """Puts a config in front of the sampler's; False if it lies outside the grid or its outcome is known."""
+        params = params_of(config)
+        if any(value not in GRID[name] for name, value in params.items()) or config_of(params) != config:
+            return False
+        if config in self.times() or config in self.failures():
+            return False
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            self._study.enqueue_trial(params, skip_if_exists=True)
+        return True
+
+    def ask(self) -> Asked | None:
+        """The next config whose outcome is not known; None when the sampler finds no more."""
+        known, failed = self.times(), self.failures()
+        running = self._running()
+        for _ in range(_MAX_WASTED_ASKS):
+            trial = self._study.ask(self._distributions)
+            config = config_of(trial.params)
+            reason = (
+                "step_divisor gives no whole 16-key steps"
+                if config is None
+                else exclusion_reason(self._spec, config, self._gpu.arch)
+            )
+            if config is None or reason is not None:
+                self._tell_failure(trial, "infeasible", str(reason))
+            elif config in known:
+                self._study.tell(trial, known[config])
+            elif config in failed:
+                self._tell_failure(trial, *failed[config])
+            elif config in running:
+                self._study.tell(trial, state=TrialState.FAIL)
+            else:
+                return Asked(config, trial)
+        return None
+
+    def complete(self, asked: Asked, ms: float, **attrs: Any) -> None:
+        """Records a time; ``attrs`` are stored with the trial."""
+        for name, value in attrs.items():
+            asked.trial.set_user_attr(name, value)
+        self._study.tell(asked.trial, ms)
+
+    def fail(self, asked: Asked, outcome: str, reason: str) -> None:
+        """Records why a config has no time."""
+        self._tell_failure(asked.trial, outcome, reason)
+
+    def abandon(self, asked: Asked) -> None:
+        """Gives a config back untried, after an interruption."""
+        with contextlib.suppress(Exception):
+            self._study.tell(asked.trial, state=TrialState.FAIL)
+
+    def reject(self, config: FwdConfig, reason: str) -> None:
+        """Marks a timed config as wrong: its time stays on record, but it is no candidate any more."""
+        self._study.set_user_attr(f"wrong:{config.key()}", {"slug": config.slug(), "reason": reason})
+
+    def times(self) -> dict[FwdConfig, float]:
+        """Configs with a time, milliseconds, fastest first; rejected ones left out."""
+        wrong = {name.partition(":")[2] for name in self._study.user_attrs if name.startswith("wrong:")}
+        times = {}
+        for trial in self._study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,)):
+            config = config_of(trial.params)
+            if config is not None and config.key() not in wrong:
+                times[config] = float(trial.values[0])
+        return dict(sorted(times.items(), key=lambda item: item[1]))
+
+    def failures(self) -> dict[FwdConfig, tuple[str, str]]:
+        """Configs that cannot be chosen: outcome and reason."""
+        failures = {}
+        for trial in self._study.get_trials(deepcopy=False, states=(TrialState.PRUNED,)):
+            config = config_of(trial.params)
+            if config is not None and "outcome" in trial.user_attrs:
+                failures[config] = (trial.user_attrs["outcome"], trial.user_attrs.get("reason", ""))
+        for trial in self._study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,)):
+            config = config_of(trial.params)
+            verdict = None if config is None else self._study.user_attrs.get(f"wrong:{config.key()}")
+            if config is not None and verdict is not None:
+                failures[config] = ("wrong", verdict["reason"])
+        return failures
+
+    def attrs(self, config: FwdConfig) -> dict[str, Any]:
+        """What :meth:`complete` stored with a config."""
+        for trial in self._study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,)):
+            if config_of(trial.params) == config and trial.user_attrs:
+                return dict(trial.user_attrs)
+        return {}
+
+    def _running(self) -> set[FwdConfig]:
+        running = self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
+        complete = [trial.params for trial in running if set(trial.params) == set(GRID)]
+        return {config for config in map(config_of, complete) if config is not None}
+
+    def _tell_failure(self, trial: Any, outcome: str, reason: str) -> None:
+        if outcome not in OUTCOMES:
+            raise ValueError(f"outcome must be one of {', '.join(OUTCOMES)}, got {outcome!r}")
+        trial.set_user_attr("outcome", outcome)
+        trial.set_user_attr("reason", reason)
+        # Pruned, not failed: the sampler learns that the region is no good.
+        self._study.tell(trial, state=TrialState.PRUNED)
