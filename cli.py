@@ -3,4 +3,4 @@
 from fa2gen.cli import main
 
 if __name__ == "__main__":
-    main()
+    main(prog_name="fa2gen")

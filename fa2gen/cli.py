@@ -59,7 +59,7 @@ def _fail(message: str, code: int) -> None:
     sys.exit(code)
 
 
-@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.group("fa2gen", cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(__version__, prog_name="fa2gen")
 def main() -> None:
     """Generate, prove, tune and emit FlashAttention kernels for NVIDIA GPUs."""

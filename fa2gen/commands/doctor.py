@@ -135,16 +135,16 @@ def _gpu() -> Iterator[Check]:
     from .options import gpu_at_hand
 
     info = driver.device_info(0)
-    capability = ".".join(map(str, info.compute_capability))
-    yield Check("driver", "ok", f"CUDA {_cuda_version(info.driver_version)}")
+    release = f"{info.driver_version}, " if info.driver_version else ""
+    yield Check("driver", "ok", f"{release}knows CUDA {_dotted(info.cuda_version)}")
     gpu = gpu_at_hand()
     name = f"known as {gpu.name}" if gpu else "not in the GPU database"
+    capability = _dotted(info.compute_capability)
     yield Check("gpu", "ok", f"{info.name}, compute capability {capability}, {info.num_sms} SMs, {name}")
 
 
-def _cuda_version(version: object) -> str:
-    """The driver's 13000 as 13.0."""
-    return f"{version // 1000}.{version % 1000 // 10}" if isinstance(version, int) else str(version)
+def _dotted(numbers: tuple[int, int]) -> str:
+    return ".".join(map(str, numbers))
 
 
 def _cache() -> Iterator[Check]:

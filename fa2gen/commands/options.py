@@ -99,7 +99,9 @@ def gpu_at_hand() -> Gpu | None:
     if driver.unavailable_reason() is not None:
         return None
     info = driver.device_info(0)
-    return match_device(info.name, info.compute_capability, info.num_sms, info.l2_bytes)
+    return match_device(
+        info.name, info.compute_capability, info.num_sms, info.l2_bytes, boost_ghz=info.clock_mhz / 1000 or None
+    )
 
 
 def resolve_gpu(name: str | None, *, default: str | None = None) -> Gpu:

@@ -69,8 +69,6 @@ def tune(
       fa2gen tune --headdim 128 --gpu a100
       fa2gen tune --headdim 64 --headdim 128 --dtype bf16 --causal --seqlen-q 4096
     """
-    from ..tuning.session import tune as run_tuning
-
     specs = make_specs(headdims, dtypes, causal, gqa_ratios)
     if seqlen_k is not None and seqlen_q is None:
         raise click.UsageError("--seqlen-k needs --seqlen-q", click.get_current_context())
@@ -79,6 +77,8 @@ def tune(
     if dry_run:
         _show_plan(requests, gpu, as_json)
         return 0
+    from ..tuning.session import tune as run_tuning
+
     with StageProgress() as progress:
         report = run_tuning(
             requests, gpu, out=out, trials=trials, timeout=timeout, resume=resume, progress=progress.on_event

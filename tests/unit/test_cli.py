@@ -173,7 +173,7 @@ def test_verify_bad_config() -> None:
     assert_one_line_error(run(*arguments, "--config", "{"), 1, "--config", "JSON")
     assert_one_line_error(run(*arguments, "--config", "[1]"), 1, "--config", "object")
     assert_one_line_error(run(*arguments, "--config", '{"block_x": 1}'), 1, "block_x", "block_m")
-    big = run(*arguments, "--gpu", "rtx4090", "--config", '{"block_m": 128, "block_n": 256, "num_stages": 3}')
+    big = run(*arguments, "--gpu", "rtx-4090", "--config", '{"block_m": 128, "block_n": 256, "num_stages": 3}')
     assert_one_line_error(big, 1, "sm80_128x256", "shared memory")
 
 
