@@ -1,0 +1,221 @@
+"""Loading a cubin on a device and launching it."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import re
+from typing import Any
+
+from ..compile import CompiledKernel
+from ..errors import LaunchError
+from .device import device_count, device_info, require_device
+from .libcuda import (
+    MAX_DYNAMIC_SHARED_SIZE_BYTES,
+    active_context,
+    check,
+    current_context,
+    error_text,
+    is_sticky,
+    libcuda,
+    primary_context,
+)
+
+# kernelParams of cuLaunchKernel: one pointer, to the bytes of the one parameter struct.
+_Parameters = ctypes.c_char_p * 1
+
+#: Raw handles of the legacy default stream: the null stream, and cudaStreamLegacy.
+_LEGACY_STREAMS = (0, 1)
+
+
+def load(compiled: CompiledKernel, device_index: int = 0) -> LoadedKernel:
+    """Loads a kernel on a device, ready to launch on any stream, also during CUDA-graph capture.
+
+    Call it outside capture: loading may synchronise. Kernels stay loaded until :meth:`LoadedKernel.unload`, or until
+    the process ends; losing the last reference does not unload: that too may synchronise, at a moment nobody chose.
+
+    Raises:
+        LaunchError: No GPU can be used, the cubin is for another architecture, or the driver refuses it.
+        ArgumentError: There is no device of that index.
+    """
+    require_device(device_index)
+    capability = device_info(device_index).compute_capability
+    if not _runs_on(compiled.target, capability):
+        raise LaunchError(
+            f"kernel {compiled.source.entry} is compiled for {compiled.target}, which device {device_index} "
+            f"(compute capability {capability[0]}.{capability[1]}) does not run"
+        )
+    return LoadedKernel(compiled, device_index)
+
+
+def _runs_on(target: str, capability: tuple[int, int]) -> bool:
+    """A cubin runs on its own compute capability and on later minor ones; with a suffix (sm_90a) on its own only."""
+    match = re.fullmatch(r"sm_(\d+)(\d)([af]?)", target)
+    if match is None:
+        return False
+    major, minor = int(match[1]), int(match[2])
+    if match[3] == "a":
+        return (major, minor) == capability
+    return major == capability[0] and minor <= capability[1]
+
+
+class LoadedKernel:
+    """A kernel on one device; made by :func:`load`. Threads may share it.
+
+    The cubin is loaded twice. PyCUDA's copy serves the default stream, at 0.4 µs of Python a launch. PyCUDA launches on
+    no stream of another library and tells no handle of its functions, so a second copy, loaded through libcuda itself,
+    serves torch's other streams. Forking to a stream of PyCUDA's own and joining it instead costs 18 µs a launch.
+
+    Attributes:
+        compiled: What was loaded.
+        device_index: Where.
+    """
+
+    def __init__(self, compiled: CompiledKernel, device_index: int) -> None:
+        source = compiled.source
+        self.compiled = compiled
+        self.device_index = device_index
+        self._smem = source.smem_bytes
+        self._context = primary_context(device_index)
+        self._check_context = device_count() > 1
+        self._module = ctypes.c_void_p()
+        self._function = ctypes.c_void_p()
+        what = f"load kernel {source.entry} on device {device_index}"
+        with active_context(self._context):
+            cuda = libcuda()
+            check(cuda.cuModuleLoadData(ctypes.byref(self._module), compiled.cubin), what)
+            name = source.entry.encode()
+            check(cuda.cuModuleGetFunction(ctypes.byref(self._function), self._module, name), what)
+            status = cuda.cuFuncSetAttribute(self._function, MAX_DYNAMIC_SHARED_SIZE_BYTES, self._smem)
+            check(status, f"{what} with {self._smem} bytes of shared memory a block")
+            self._cu_launch = cuda.cuLaunchKernel
+            self._pycuda_module, self._pycuda_launch = _load_pycuda(compiled, device_index, what)
+        self._pycuda_error = _pycuda_error()
+        _loaded.add(self)
+
+    def launch(self, grid: tuple[int, int, int], block: tuple[int, int, int], params: bytes, stream: int = 0) -> None:
+        """Launches; returns without waiting for the kernel.
+
+        Args:
+            grid: Blocks in x, y, z.
+            block: Threads in x, y, z.
+            params: The parameter struct, packed as the kernel declares it, with all its padding.
+            stream: Raw CUDA stream handle (``torch.cuda.current_stream().cuda_stream``). 0 and 1 are the legacy default
+                stream, 2 is the per-thread default stream.
+
+        Raises:
+            LaunchError: The driver refused. Errors of a kernel that runs show at a later call; the message then says
+                that the process cannot go on.
+        """
+        if self._check_context and current_context() != self._context:
+            with active_context(self._context):
+                error = self._try_launch(grid, block, params, stream)
+        else:
+            error = self._try_launch(grid, block, params, stream)
+            if error is not None:
+                error = self._launch_in_own_context(error, grid, block, params, stream)
+        if error is not None:
+            raise LaunchError(self._failure(error, grid, block, stream))
+
+    def _launch_in_own_context(
+        self, error: str, grid: tuple[int, int, int], block: tuple[int, int, int], params: bytes, stream: int
+    ) -> str | None:
+        """Second attempt, in case another context is to blame. Looking first would cost every launch 0.5 µs."""
+        current = current_context()
+        if current == self._context:
+            return error
+        if not current:
+            # A new thread. It keeps the context, as after any call of torch or of the CUDA runtime on the only device.
+            libcuda().cuCtxSetCurrent(self._context)
+            return self._try_launch(grid, block, params, stream)
+        with active_context(self._context):
+            return self._try_launch(grid, block, params, stream)
+
+    def _try_launch(
+        self, grid: tuple[int, int, int], block: tuple[int, int, int], params: bytes, stream: int
+    ) -> str | None:
+        """Launches; returns what the driver says, None if it accepts."""
+        if stream in _LEGACY_STREAMS:
+            try:
+                self._pycuda_launch(grid, block, params, self._smem, None)
+            except self._pycuda_error as error:
+                return str(error)
+            return None
+        status = self._cu_launch(self._function, *grid, *block, self._smem, stream, _Parameters(params), None)
+        return error_text(status) if status else None
+
+    def _failure(self, error: str, grid: tuple[int, int, int], block: tuple[int, int, int], stream: int) -> str:
+        launched = f"kernel {self.compiled.source.entry} on device {self.device_index}"
+        if is_sticky(error):
+            return (
+                f"{launched} cannot be launched, because this kernel or one before it failed while it ran: {error}. "
+                "CUDA is lost to this process: start it again"
+            )
+        return (
+            f"{launched} cannot be launched: {error} (grid {grid}, block {block}, {self._smem} bytes of shared memory, "
+            f"stream {stream:#x})"
+        )
+
+    def blocks_per_sm(self) -> int:
+        """Blocks of this kernel that an SM holds at a time, by the driver's account."""
+        blocks = ctypes.c_int()
+        with active_context(self._context):
+            status = libcuda().cuOccupancyMaxActiveBlocksPerMultiprocessor(
+                ctypes.byref(blocks), self._function, self.compiled.source.num_threads, self._smem
+            )
+        check(status, f"compute the occupancy of kernel {self.compiled.source.entry}")
+        return blocks.value
+
+    def unload(self) -> None:
+        """Frees the kernel's device memory. It must not be running or part of a graph, and cannot be launched again."""
+        if self not in _loaded:
+            return
+        _loaded.discard(self)
+        self._pycuda_launch = _refuse_launch
+        self._cu_launch = _refuse_launch
+        self._pycuda_module = None
+        with active_context(self._context):
+            check(libcuda().cuModuleUnload(self._module), f"unload kernel {self.compiled.source.entry}")
+
+
+_loaded: set[LoadedKernel] = set()
+
+
+def _refuse_launch(*_: object) -> None:
+    raise LaunchError("a kernel that was unloaded cannot be launched")
+
+
+@functools.cache
+def _pycuda_error() -> type[Exception]:
+    import pycuda.driver as cuda
+
+    error: type[Exception] = cuda.Error
+    return error
+
+
+@functools.cache
+def _pycuda_context(device_index: int) -> Any:
+    import pycuda.driver as cuda
+
+    return cuda.Device(device_index).retain_primary_context()
+
+
+def _load_pycuda(compiled: CompiledKernel, device_index: int, what: str) -> tuple[Any, Any]:
+    """(module, launch function). PyCUDA wants its own stack to hold the context while it loads, and only then.
+
+    A context left on that stack aborts the process when its thread ends, so it is popped at once. Whatever pushing and
+    popping leave current (PyCUDA restores its own idea of it, not torch's) the caller puts right.
+    """
+    import pycuda.driver as cuda
+
+    try:
+        _pycuda_context(device_index).push()
+        try:
+            module = cuda.module_from_buffer(compiled.cubin)
+            function = module.get_function(compiled.source.entry)
+            function.set_attribute(cuda.function_attribute.MAX_DYNAMIC_SHARED_SIZE_BYTES, compiled.source.smem_bytes)
+        finally:
+            cuda.Context.pop()
+    except cuda.Error as error:
+        raise LaunchError(f"cannot {what}: {error}") from None
+    return module, function._launch_kernel
