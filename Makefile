@@ -1,6 +1,6 @@
 # From a bare clone with python3 (3.10 or newer) and g++, no root:
 #   make tune    set up .venv, then tune the forward kernels of head dim 128 for an A100
-#   make test    set up .venv, then run the tests that take minutes
+#   make test    set up .venv, then run the tests that need no GPU
 #
 # PYTHON=python3.12 picks the interpreter, VENV=path the environment, TUNE_ARGS and PYTEST_ARGS are passed on.
 
