@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,15 +19,11 @@ from .hardware import Gpu
 from .problem import Problem
 from .spec import KernelSpec
 from .tables import Match, lookup
+from .tuning.report import default_requests
 
 # Field kind of the kernels' parameter structs -> type in host code.
 _HOST_TYPES = {"pointer": "CUdeviceptr", "i64": "int64_t", "int": "int", "float": "float"}
 _FIELD_BYTES = {"pointer": 8, "i64": 8, "int": 4, "float": 4}
-
-# Sizes that a config is chosen for when only lengths are given: 16k tokens and a hidden size of 2048, as in the
-# FlashAttention papers' benchmarks.
-_TOKENS = 16384
-_HIDDEN = 2048
 
 
 @dataclass(frozen=True)
@@ -47,19 +44,19 @@ class EmittedKernel:
 
 
 def typical_problem(spec: KernelSpec, seqlen_q: int, seqlen_k: int) -> Problem:
-    """A whole layer's call of these lengths: about 16k query tokens, a hidden size of about 2048."""
-    heads_k = max(1, _HIDDEN // spec.native_head_dim // spec.gqa_ratio)
-    return Problem(
-        batch=max(1, _TOKENS // max(1, seqlen_q)),
-        seqlen_q=seqlen_q,
-        seqlen_k=seqlen_k,
-        num_heads_q=heads_k * spec.gqa_ratio,
-        num_heads_k=heads_k,
+    """A call of these lengths with the batch and the heads that tuning assumes (``tuning.report.default_requests``)."""
+    (request,) = default_requests(
+        spec.head_dim,
+        dtypes=(spec.dtype,),
+        causal=(spec.causal,),
+        gqa_ratios=(spec.gqa_ratio,),
+        seqlens=(max(1, seqlen_q),),
     )
+    return dataclasses.replace(request.problem, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
 
 
 def emit(
-    specs: Sequence[KernelSpec], gpu: Gpu, out: Path, *, seqlen_q: int = 4096, seqlen_k: int | None = None
+    specs: Sequence[KernelSpec], gpu: Gpu, out: Path, *, seqlen_q: int = 2048, seqlen_k: int | None = None
 ) -> list[EmittedKernel]:
     """Writes one ``.cu`` per spec, ``manifest.json``, ``main.cpp`` and a ``Makefile``.
 

@@ -12,7 +12,7 @@ from .options import gpu_option, make_specs, resolve_gpu, seqlen_options, spec_o
 @click.command(short_help="Write CUDA files, a manifest and a C++ program that launches them.")
 @spec_options(gqa=(1,))
 @gpu_option("GPU whose tuned configs and target are used. [default: the one found, else a100]")
-@seqlen_options(4096)
+@seqlen_options(2048)
 @click.option(
     "-o",
     "--out",
