@@ -98,15 +98,17 @@ class Worker:
         """
         self.start()
         process = self._process
-        assert process is not None and process.stdin is not None and process.stdout is not None
+        assert process is not None
+        assert process.stdin is not None
+        assert process.stdout is not None
+        deadline = time.monotonic() + timeout
         try:
-            _send(process.stdin, (operation, payload))
-            reply = _receive(process.stdout, time.monotonic() + timeout)
+            _write_all(process.stdin.fileno(), _frame((operation, payload)), deadline)
+            reply = _receive(process.stdout.fileno(), deadline)
         except TimeoutError:
             self.stop()
-            raise TrialFailure(
-                "timeout", f"no answer within {timeout:.0f} s; the measuring process was replaced"
-            ) from None
+            reason = f"no answer within {timeout:.0f} s; the measuring process was replaced"
+            raise TrialFailure("timeout", reason) from None
         except (BrokenPipeError, EOFError):
             raise TrialFailure("launch_failed", self._obituary(process), fatal=True) from None
         except BaseException:

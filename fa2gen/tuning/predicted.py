@@ -1,0 +1,197 @@
+"""Tuning for a GPU that is not here: compile for it, rank by the model over ptxas's facts, prove in the emulator."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent import futures
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from fa2gen.compile import CompiledKernel, usable_cores
+from fa2gen.constraints import default_config
+from fa2gen.errors import CompileError, GateError
+from fa2gen.problem import Problem
+from fa2gen.spec import FwdConfig, KernelSpec
+from fa2gen.tables import Measurement, Provenance, TunedEntry, utc_now
+
+from .model import MODEL_VERSION, Facts, predict
+from .report import Ledger, TuneRequest
+from .shortlist import facts_of, shortlist, spill_reason
+from .tools import Tools
+
+DEFAULT_TRIALS = 24
+METHOD = "performance model over ptxas's registers and spills, occupancy and the chip's rates"
+# Predicted differences below the model's own error (4 %) are no ground for one more config to prove and to keep.
+_TIE = 0.02
+# Wrong kernels are bugs; after this many the default has to do.
+_MAX_PROOFS = 3
+
+
+class _Late(Exception):
+    """The session's time is up."""
+
+
+@dataclass
+class _Group:
+    """One spec: its problems, and its configs as they come back from the compiler."""
+
+    spec: KernelSpec
+    problems: list[Problem]
+    configs: list[FwdConfig]
+    facts: dict[FwdConfig, Facts] = field(default_factory=dict)
+    missing: int = 0
+
+
+def tune_predicted(requests: Sequence[TuneRequest], ledger: Ledger, tools: Tools, trials: int | None) -> None:
+    """Tunes every request; entries go to the ledger as soon as they are proved.
+
+    Args:
+        requests: What to tune.
+        ledger: The session's account.
+        tools: The other rooms.
+        trials: Configs to compile for each spec; default 24. The default config is always one more.
+    """
+    tools.require_emulator()
+    groups = _groups(requests, ledger, DEFAULT_TRIALS if trials is None else trials)
+    jobs = [(group, config) for group in groups for config in group.configs]
+    ledger.expect("compile", len(jobs))
+    proofs: dict[Future[list[TunedEntry]], _Group] = {}
+    pool = ThreadPoolExecutor(max(1, usable_cores()), thread_name_prefix="fa2gen-proof")
+
+    def on_done(index: int, result: CompiledKernel | CompileError) -> None:
+        group, config = jobs[index]
+        _take_result(group, config, result, ledger)
+        group.missing -= 1
+        if group.missing == 0:
+            proofs[pool.submit(_settle, group, ledger, tools)] = group
+        _harvest(proofs, ledger, wait=False)
+        if ledger.late():
+            raise _Late
+
+    try:
+        start = time.monotonic()
+        sources = [(tools.render(group.spec, config), ledger.gpu.target) for group, config in jobs]
+        try:
+            tools.compile_many(sources, on_done)
+        finally:
+            ledger.spent("compile", time.monotonic() - start)
+        start = time.monotonic()
+        try:
+            _harvest(proofs, ledger, wait=True)
+        finally:
+            ledger.spent("prove", time.monotonic() - start)
+    except _Late:
+        pass
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+        _harvest(proofs, ledger, wait=False)
+
+
+def _groups(requests: Sequence[TuneRequest], ledger: Ledger, trials: int) -> list[_Group]:
+    problems: dict[KernelSpec, list[Problem]] = {}
+    for request in requests:
+        problems.setdefault(request.spec, []).append(request.problem)
+    groups = []
+    for spec, mine in problems.items():
+        configs = list(dict.fromkeys([default_config(spec), *shortlist(spec, mine, ledger.gpu, trials)]))
+        # The default proves itself and each problem has a winner, mostly the same one.
+        ledger.expect("prove", 2)
+        groups.append(_Group(spec, mine, configs, missing=len(configs)))
+    return groups
+
+
+def _take_result(group: _Group, config: FwdConfig, result: CompiledKernel | CompileError, ledger: Ledger) -> None:
+    if isinstance(result, CompileError):
+        ledger.fail(group.spec, config, "compile_failed", f"{result}\n{result.log}".strip())
+    else:
+        ledger.cached += result.from_cache
+        ledger.compiled += not result.from_cache
+        reason = spill_reason(result)
+        if reason is None:
+            group.facts[config] = facts_of(result)
+        else:
+            ledger.fail(group.spec, config, "spilled", reason)
+    ledger.step("compile", f"{group.spec.slug()} {config.slug()}")
+
+
+def _settle(group: _Group, ledger: Ledger, tools: Tools) -> list[TunedEntry]:
+    """Picks and proves a config for each problem of a spec; runs beside the compiler."""
+    proved: dict[FwdConfig, str | None] = {}
+
+    def prove(config: FwdConfig) -> str | None:
+        if config not in proved:
+            try:
+                proved[config] = tools.prove(group.spec, config)
+            except GateError as error:
+                proved[config] = None
+                ledger.fail(group.spec, config, "wrong", str(error))
+            ledger.step("prove", f"{group.spec.slug()} {config.slug()}")
+        return proved[config]
+
+    fallback = default_config(group.spec)
+    prove(fallback)
+    entries = []
+    for problem, ranking in zip(group.problems, _rankings(group, ledger), strict=True):
+        candidates = ranking[:_MAX_PROOFS] + [fallback] * (fallback in group.facts)
+        for config in candidates:
+            text = prove(config)
+            if text is not None:
+                entries.append(_entry(group, problem, config, text, ledger, tools))
+                break
+    return entries
+
+
+def _rankings(group: _Group, ledger: Ledger) -> list[list[FwdConfig]]:
+    """Configs for each problem, best first; those within ``_TIE`` of the best in the order of the whole spec."""
+    times = [
+        {config: predict(group.spec, config, problem, ledger.gpu, facts).ms for config, facts in group.facts.items()}
+        for problem in group.problems
+    ]
+    best = [min(mine.values(), default=1.0) for mine in times]
+    overall = {
+        config: sum(mine[config] / fastest for mine, fastest in zip(times, best, strict=True)) for config in group.facts
+    }
+    rankings = []
+    for mine, fastest in zip(times, best, strict=True):
+        close = [config for config in mine if mine[config] <= (1 + _TIE) * fastest]
+        rest = [config for config in mine if mine[config] > (1 + _TIE) * fastest]
+        rankings.append(sorted(close, key=overall.__getitem__) + sorted(rest, key=mine.__getitem__))
+    return rankings
+
+
+def _entry(
+    group: _Group, problem: Problem, config: FwdConfig, numerics: str, ledger: Ledger, tools: Tools
+) -> TunedEntry:
+    ms = predict(group.spec, config, problem, ledger.gpu, group.facts[config]).ms
+    return TunedEntry(
+        spec=group.spec,
+        bucket=problem.bucket(ledger.gpu.num_sms),
+        config=config,
+        measurement=Measurement("predicted", ms, ms, ms, 0, METHOD, problem),
+        provenance=Provenance(
+            template_hash=tools.template_hash(group.spec.kind, config.family),
+            nvcc=tools.nvcc_version(),
+            driver="",
+            versions=tools.versions(),
+            trials=len(group.configs),
+            feasible=len(group.facts),
+            numerics=numerics,
+            utc=utc_now(),
+            model_version=MODEL_VERSION,
+        ),
+    )
+
+
+def _harvest(proofs: dict[Future[list[TunedEntry]], _Group], ledger: Ledger, *, wait: bool) -> None:
+    """Saves what has been proved; with ``wait``, all of it, but not beyond the session's time."""
+    while proofs:
+        finished = [future for future in proofs if future.done() and not future.cancelled()]
+        for future in finished:
+            del proofs[future]
+            entries = future.result()
+            if entries:
+                ledger.save(entries)
+        if not wait or ledger.late():
+            return
+        futures.wait(proofs, timeout=0.2, return_when=futures.FIRST_COMPLETED)

@@ -1,0 +1,188 @@
+"""What a tuning session is asked for and what it tells: requests, progress, report."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fa2gen.errors import ArgumentError
+from fa2gen.hardware import Gpu
+from fa2gen.problem import Problem
+from fa2gen.spec import FwdConfig, KernelSpec
+from fa2gen.tables import TunedEntry, save_entries
+
+STAGES = ("compile", "measure", "prove", "save")
+
+
+@dataclass(frozen=True)
+class TuneRequest:
+    """A kernel to tune, and a problem that stands for its bucket of sizes."""
+
+    spec: KernelSpec
+    problem: Problem
+
+    def __post_init__(self) -> None:
+        if min(self.problem.batch, self.problem.num_heads_q, self.problem.seqlen_q, self.problem.seqlen_k) < 1:
+            raise ArgumentError(f"problem must have work to do, got {self.problem}")
+        if self.problem.gqa_ratio != self.spec.gqa_ratio:
+            raise ArgumentError(
+                f"problem has {self.problem.gqa_ratio} query heads per key/value head, spec {self.spec.gqa_ratio}"
+            )
+
+
+def default_requests(
+    head_dim: int,
+    *,
+    dtypes: Sequence[str] = ("bf16", "fp16"),
+    causal: Sequence[bool] = (False, True),
+    gqa_ratios: Sequence[int] = (1, 8),
+    seqlens: Sequence[int] = (512, 2048, 8192),
+    tokens: int = 16384,
+    hidden: int = 2048,
+) -> tuple[TuneRequest, ...]:
+    """The usual set: every kernel of a head dim, each for three lengths at a fixed number of tokens.
+
+    Args:
+        head_dim, dtypes, causal, gqa_ratios: The kernels.
+        seqlens: Query and key lengths; the batch is ``tokens // seqlen``.
+        tokens: batch times seqlen.
+        hidden: Query heads times head_dim, about: heads are rounded to whole groups.
+    """
+    requests = []
+    for dtype in dtypes:
+        for mask in causal:
+            for ratio in gqa_ratios:
+                alignment = 16 if head_dim % 8 == 0 else 2
+                spec = KernelSpec("fwd", head_dim, dtype, mask, ratio, alignment)
+                kv_heads = max(1, round(hidden / head_dim / ratio))
+                for seqlen in seqlens:
+                    problem = Problem(max(1, tokens // seqlen), seqlen, seqlen, kv_heads * ratio, kv_heads)
+                    requests.append(TuneRequest(spec, problem))
+    return tuple(requests)
+
+
+@dataclass(frozen=True)
+class TuneEvent:
+    """Progress: ``done`` of ``total`` in a stage (one of ``STAGES``; totals may grow), and what was just done."""
+
+    stage: str
+    done: int
+    total: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A config that cannot be chosen: an outcome of ``study.OUTCOMES`` and its reason."""
+
+    spec: KernelSpec
+    config: FwdConfig
+    outcome: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class TuneReport:
+    """What a session did.
+
+    Attributes:
+        gpu: What was tuned for.
+        measured: Times were measured on it; False: predicted.
+        entries: Saved entries.
+        failures: Configs that were tried and cannot be chosen.
+        paths: Files written.
+        compiled, cached: Kernels compiled, and taken from the cache.
+        seconds: Wall time.
+        stage_seconds: Wall time by stage.
+        interrupted: Ctrl-C or the timeout ended it early; what was proved by then is saved.
+    """
+
+    gpu: Gpu
+    measured: bool
+    entries: tuple[TunedEntry, ...]
+    failures: tuple[Failure, ...]
+    paths: tuple[Path, ...]
+    compiled: int
+    cached: int
+    seconds: float
+    stage_seconds: dict[str, float]
+    interrupted: bool
+
+
+@dataclass
+class Ledger:
+    """A session's running account; everything that ends up in the report."""
+
+    gpu: Gpu
+    measured: bool
+    out: Path | None
+    progress: Callable[[TuneEvent], None] | None
+    deadline: float
+    entries: list[TunedEntry] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)
+    paths: set[Path] = field(default_factory=set)
+    compiled: int = 0
+    cached: int = 0
+    interrupted: bool = False
+    started: float = field(default_factory=time.monotonic)
+    stage_seconds: dict[str, float] = field(default_factory=dict)
+    _done: dict[str, int] = field(default_factory=dict)
+    _total: dict[str, int] = field(default_factory=dict)
+    # Proofs report from threads of their own.
+    _lock: threading.RLock = field(default_factory=threading.RLock)
+
+    def expect(self, stage: str, count: int) -> None:
+        """Adds to a stage's total."""
+        self._total[stage] = self._total.get(stage, 0) + count
+
+    def step(self, stage: str, text: str, count: int = 1) -> None:
+        """Tells that ``count`` more of a stage are done."""
+        with self._lock:
+            self._done[stage] = self._done.get(stage, 0) + count
+            if self.progress is not None:
+                total = max(self._total.get(stage, 0), self._done[stage])
+                self.progress(TuneEvent(stage, self._done[stage], total, text))
+
+    def spent(self, stage: str, seconds: float) -> None:
+        """Adds to a stage's wall time."""
+        self.stage_seconds[stage] = self.stage_seconds.get(stage, 0.0) + seconds
+
+    def fail(self, spec: KernelSpec, config: FwdConfig, outcome: str, reason: str) -> None:
+        """Notes a failure once."""
+        failure = Failure(spec, config, outcome, reason)
+        with self._lock:
+            if failure not in self.failures:
+                self.failures.append(failure)
+
+    def save(self, entries: Sequence[TunedEntry]) -> None:
+        """Writes entries to the table at once, so that an end at any moment loses nothing that was proved."""
+        start = time.monotonic()
+        self.paths.update(save_entries(self.gpu, entries, root=self.out))
+        self.entries.extend(entries)
+        self.spent("save", time.monotonic() - start)
+        self.expect("save", len(entries))
+        self.step("save", ", ".join(f"{e.spec.slug()} {e.bucket.label()}" for e in entries), len(entries))
+
+    def late(self) -> bool:
+        """Whether the time is up; the report then says interrupted."""
+        if time.monotonic() < self.deadline:
+            return False
+        self.interrupted = True
+        return True
+
+    def report(self) -> TuneReport:
+        return TuneReport(
+            gpu=self.gpu,
+            measured=self.measured,
+            entries=tuple(self.entries),
+            failures=tuple(self.failures),
+            paths=tuple(sorted(self.paths)),
+            compiled=self.compiled,
+            cached=self.cached,
+            seconds=time.monotonic() - self.started,
+            stage_seconds=dict(self.stage_seconds),
+            interrupted=self.interrupted,
+        )

@@ -1,0 +1,78 @@
+"""Which configs to compile, and what their compilation says of them."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Sequence
+
+from fa2gen.compile import CompiledKernel
+from fa2gen.constraints import smem_plan
+from fa2gen.hardware import Gpu
+from fa2gen.problem import Problem
+from fa2gen.spec import FwdConfig, KernelSpec
+
+from .model import Facts, predict
+from .space import legal_space
+
+# Good kernels of this family spill up to about 100 bytes of prologue values; beyond this the loop itself spills.
+MAX_SPILL_BYTES = 512
+
+
+def shortlist(spec: KernelSpec, problems: Sequence[Problem], gpu: Gpu, count: int) -> list[FwdConfig]:
+    """The legal configs that the model, before compiling, expects to be fastest over the problems; best first.
+
+    Each problem counts alike: configs are ordered by the mean of their time over the problem's best time.
+    """
+    configs = legal_space(spec, gpu).configs
+    score = dict.fromkeys(configs, 0.0)
+    for problem in problems:
+        times = {config: predict(spec, config, problem, gpu).ms for config in configs}
+        best = min(times.values(), default=1.0)
+        for config, ms in times.items():
+            score[config] += ms / best
+    return sorted(configs, key=lambda config: score[config])[:count]
+
+
+def facts_of(compiled: CompiledKernel) -> Facts:
+    """The model's view of a compiled kernel."""
+    resources, source = compiled.resources, compiled.source
+    spilled = resources.spill_store_bytes + resources.spill_load_bytes
+    smem = smem_plan(source.spec, source.config).total + resources.static_smem_bytes
+    return Facts(resources.registers, spilled, smem)
+
+
+def spill_reason(compiled: CompiledKernel) -> str | None:
+    """Why a compiled kernel is not worth timing, or None."""
+    spilled = compiled.resources.spill_store_bytes
+    if spilled > MAX_SPILL_BYTES:
+        return f"{spilled} bytes of spill stores a thread, more than {MAX_SPILL_BYTES}"
+    return None
+
+
+def code_digest(compiled: CompiledKernel) -> str:
+    """Equal for kernels that run alike: same machine code, resources and launch, whatever their names.
+
+    A cubin carries the kernel's name, so the files of two configs never are equal; their code may be.
+    """
+    source, config = compiled.source, compiled.source.config
+    launch = (source.num_threads, source.smem_bytes, config.block_m, compiled.resources)
+    digest = hashlib.sha256(repr(launch).encode())
+    for section in _text_sections(compiled.cubin):
+        digest.update(section)
+    return digest.hexdigest()
+
+
+def _text_sections(elf: bytes) -> list[bytes]:
+    """Contents of the executable sections of a 64-bit ELF file; the whole file if it is none."""
+    if elf[:5] != b"\x7fELF\x02":
+        return [elf]
+    (table,) = struct.unpack_from("<Q", elf, 0x28)
+    size, count = struct.unpack_from("<HH", elf, 0x3A)
+    sections = []
+    for index in range(count):
+        _, kind, flags, _, offset, length = struct.unpack_from("<IIQQQQ", elf, table + index * size)
+        # PROGBITS with SHF_EXECINSTR.
+        if kind == 1 and flags & 4:
+            sections.append(elf[offset : offset + length])
+    return sections

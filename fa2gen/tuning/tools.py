@@ -1,0 +1,122 @@
+"""What a tuning session needs from the other rooms, in one replaceable object."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from fa2gen.codegen import KernelSource, render_kernel, template_hash
+from fa2gen.compile import CompiledKernel, compile_many, find_nvcc
+from fa2gen.driver import DeviceInfo, device_count, device_info, unavailable_reason
+from fa2gen.errors import CompileError, EmulatorError, GateError
+from fa2gen.spec import FwdConfig, KernelSpec
+
+from .worker import Worker
+
+CompileMany = Callable[
+    [Sequence[tuple[KernelSource, str]], Callable[[int, Any], None]], "list[CompiledKernel | CompileError]"
+]
+
+
+class MeasuringProcess(Protocol):
+    """What ``worker.Worker`` is to a session."""
+
+    def start(self) -> None: ...
+    def call(self, operation: str, payload: Any = None, *, timeout: float) -> Any: ...
+    def stop(self) -> None: ...
+
+
+def _compile_many(
+    jobs: Sequence[tuple[KernelSource, str]], on_done: Callable[[int, Any], None]
+) -> list[CompiledKernel | CompileError]:
+    return compile_many(jobs, on_done=on_done)
+
+
+def prove_in_emulator(spec: KernelSpec, config: FwdConfig) -> str:
+    """Runs the gate's quick cases through the emulator; what the gate says.
+
+    Raises:
+        GateError: The kernel is wrong, or the emulator stopped it.
+        ToolchainError: There is no C++ compiler.
+    """
+    import torch
+
+    from fa2gen.emulator.forward import run_forward
+    from fa2gen.gate import forward_cases, run_gate
+
+    def runner(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        # One thread: the session proves as many configs at a time as there are cores.
+        out, lse, _ = run_forward(spec, config, q, k, v, softmax_scale=softmax_scale, threads=1)
+        return out, lse
+
+    try:
+        report = run_gate(spec, config, runner, forward_cases(spec, config, budget="quick"))
+    except EmulatorError as error:
+        raise GateError(f"{spec.slug()} {config.slug()}: the emulator stopped it: {error}") from None
+    if not report.passed:
+        raise GateError(report.text)
+    return f"emulator: {report.text}"
+
+
+def _require_emulator() -> None:
+    """Asks for the C++ compiler at once: the first proof comes only after minutes of compiling."""
+    from fa2gen.emulator import find_host_compiler
+
+    find_host_compiler()
+
+
+def _nvcc_version() -> str:
+    return ".".join(map(str, find_nvcc().version))
+
+
+def _versions() -> dict[str, str]:
+    from importlib import metadata
+
+    versions = {"python": platform.python_version()}
+    for package in ("fa2gen", "optuna", "torch"):
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def _devices() -> Sequence[DeviceInfo]:
+    if unavailable_reason() is not None:
+        return ()
+    return [device_info(index) for index in range(device_count())]
+
+
+def _start_worker(device_index: int) -> MeasuringProcess:
+    return Worker("fa2gen.tuning.measure:device_handler", {"device_index": device_index})
+
+
+@dataclass(frozen=True)
+class Tools:
+    """Rendering, compiling, proving, measuring; tests put fakes here.
+
+    Attributes:
+        render: ``codegen.render_kernel``.
+        compile_many: (jobs, on_done(index, result)) -> results in the jobs' order.
+        prove: (spec, config) -> gate text; raises GateError.
+        require_emulator: Raises ToolchainError where ``prove`` cannot work.
+        template_hash: ``codegen.template_hash``.
+        nvcc_version: Version text of the compiler.
+        versions: Versions of the packages that take part.
+        devices: The GPUs of this machine, by device index.
+        worker: device index -> measuring process, not yet started.
+    """
+
+    render: Callable[[KernelSpec, FwdConfig], KernelSource] = render_kernel
+    compile_many: CompileMany = _compile_many
+    prove: Callable[[KernelSpec, FwdConfig], str] = prove_in_emulator
+    require_emulator: Callable[[], None] = _require_emulator
+    template_hash: Callable[[str, str], str] = template_hash
+    nvcc_version: Callable[[], str] = _nvcc_version
+    versions: Callable[[], dict[str, str]] = _versions
+    devices: Callable[[], Sequence[DeviceInfo]] = _devices
+    worker: Callable[[int], MeasuringProcess] = _start_worker
