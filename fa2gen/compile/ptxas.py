@@ -78,7 +78,8 @@ def performance_remarks(log: str) -> tuple[str, ...]:
 def _section(log: str, entry: str) -> str | None:
     """Text from the line that announces ``entry`` to the next announcement."""
     marks = list(_ENTRY.finditer(log))
-    for mark, following in zip(marks, [*marks[1:], None], strict=True):
+    ends = [mark.start() for mark in marks[1:]] + [len(log)]
+    for mark, end in zip(marks, ends, strict=False):
         if mark[1] == entry:
-            return log[mark.end() : following.start() if following else len(log)]
+            return log[mark.end() : end]
     return None
