@@ -1,4 +1,4 @@
-"""The C++ program that ``fa2gen emit`` writes, built and run: kernels launched without Python, checked by its own loop."""
+"""The C++ program that ``fa2gen emit`` writes, built and run on the GPU, where it checks the kernels by itself."""
 
 from __future__ import annotations
 
