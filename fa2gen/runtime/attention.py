@@ -1,0 +1,92 @@
+"""The public attention function: one dictionary look-up away from a launch when the call has been seen before."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fa2gen.spec import FwdConfig
+
+from .dispatch import first_call
+from .plan import PLANS
+from .request import refuse_gradients
+from .traced import traced_call
+
+_is_compiling = torch.compiler.is_compiling
+_is_grad_enabled = torch.is_grad_enabled
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    return_lse: bool = False,
+    backend: str = "auto",
+    config: FwdConfig | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Exact softmax attention, ``softmax(softmax_scale q kT) v`` for every query head.
+
+    Forward only: with grad mode on, an input that requires grad raises. Nothing is tuned or synchronised; the first
+    call of a new kernel compiles it (see :func:`fa2gen.runtime.warmup`), later calls only launch.
+
+    Args:
+        q: (batch, seqlen_q, num_heads_q, head_dim), fp16 or bf16, head_dim 1 to 128. Any strides; a tensor whose last
+            dimension is not contiguous is copied first. Bases or strides that are not multiples of 16 bytes, and head
+            dims that are not multiples of 8, run a kernel that moves single elements.
+        k, v: (batch, seqlen_k, num_heads_k, head_dim), dtype and device of q. num_heads_q is a multiple of num_heads_k;
+            query head h reads key/value head ``h // (num_heads_q // num_heads_k)``.
+        causal: Query i sees key j iff ``j <= i + seqlen_k - seqlen_q`` (bottom-right alignment).
+        softmax_scale: Any finite number; None is ``1 / sqrt(head_dim)``. For a negative one q is negated, a copy.
+        return_lse: Also return the log-sum-exp of each row's scaled scores.
+        backend: ``"auto"``: ``"cuda"`` for CUDA tensors, ``"reference"`` (float64) for CPU tensors. ``"emulator"`` runs
+            the generated kernel on the CPU.
+        config: Forces a config; None takes the tuned tables' choice.
+
+    Returns:
+        Output, a new contiguous tensor shaped like q in its dtype; with ``return_lse`` also the natural-log LSE,
+        (batch, num_heads_q, seqlen_q) float32. A query that sees no key has output 0 and LSE -inf.
+
+    Raises:
+        ArgumentError: An argument is not legal; the message names it. Raised before anything is launched.
+        InfeasibleError: ``config`` is not legal for this call on this GPU.
+        ToolchainError: A kernel has to be compiled and there is no nvcc.
+        LaunchError: A kernel would have to be compiled during CUDA-graph capture, or the driver refused.
+    """
+    if _is_compiling():
+        return traced_call(q, k, v, causal, softmax_scale, return_lse, backend, config)
+    try:
+        q_ptr, k_ptr, v_ptr = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        plan = PLANS[
+            (
+                q.shape,
+                k.shape,
+                v.shape,
+                q.stride(),
+                k.stride(),
+                v.stride(),
+                q.dtype,
+                k.dtype,
+                v.dtype,
+                q.get_device(),
+                k.get_device(),
+                v.get_device(),
+                (q_ptr | k_ptr | v_ptr) & 15,
+                causal,
+                softmax_scale,
+                return_lse,
+                backend,
+                config,
+            )
+        ]
+    # A call not seen before, an argument that is no tensor or not hashable, a tensor without memory.
+    except (KeyError, AttributeError, TypeError, RuntimeError):
+        return first_call(q, k, v, causal, softmax_scale, return_lse, backend, config)
+    if (q.requires_grad or k.requires_grad or v.requires_grad) and _is_grad_enabled():
+        refuse_gradients(q, k, v)
+    # A plan's tensors have memory; a stand-in (a fake tensor, a wrapper) may share everything else with them.
+    if not (q_ptr and k_ptr and v_ptr):
+        return first_call(q, k, v, causal, softmax_scale, return_lse, backend, config)
+    return plan(q, q_ptr, k_ptr, v_ptr)  # type: ignore[no-any-return]
