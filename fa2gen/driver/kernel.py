@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import ctypes
 import functools
 import re
+from collections.abc import Iterator
 from typing import Any
 
 from ..compile import CompiledKernel
@@ -171,14 +174,28 @@ class LoadedKernel:
         if self not in _loaded:
             return
         _loaded.discard(self)
-        self._pycuda_launch = _refuse_launch
         self._cu_launch = _refuse_launch
-        self._pycuda_module = None
         with active_context(self._context):
+            self._drop_pycuda()
             check(libcuda().cuModuleUnload(self._module), f"unload kernel {self.compiled.source.entry}")
+
+    def _drop_pycuda(self) -> None:
+        """Lets PyCUDA unload its copy. It does so only in the thread that made its context, or with that pushed."""
+        self._pycuda_launch = _refuse_launch
+        with _pushed(self.device_index):
+            self._pycuda_module = None
 
 
 _loaded: set[LoadedKernel] = set()
+
+
+@atexit.register
+def _drop_all_of_pycuda() -> None:
+    """PyCUDA complains on stderr about modules that it meets only when the interpreter is taken apart."""
+    for kernel in _loaded:
+        # A context that a failed kernel has ruined refuses this too; the end of the process frees everything anyway.
+        with contextlib.suppress(Exception):
+            kernel._drop_pycuda()
 
 
 def _refuse_launch(*_: object) -> None:
@@ -200,22 +217,31 @@ def _pycuda_context(device_index: int) -> Any:
     return cuda.Device(device_index).retain_primary_context()
 
 
-def _load_pycuda(compiled: CompiledKernel, device_index: int, what: str) -> tuple[Any, Any]:
-    """(module, launch function). PyCUDA wants its own stack to hold the context while it loads, and only then.
+@contextlib.contextmanager
+def _pushed(device_index: int) -> Iterator[None]:
+    """Holds the device's context on PyCUDA's own stack, which it wants for loading and unloading, and only then.
 
     A context left on that stack aborts the process when its thread ends, so it is popped at once. Whatever pushing and
     popping leave current (PyCUDA restores its own idea of it, not torch's) the caller puts right.
     """
     import pycuda.driver as cuda
 
+    _pycuda_context(device_index).push()
     try:
-        _pycuda_context(device_index).push()
-        try:
+        yield
+    finally:
+        cuda.Context.pop()
+
+
+def _load_pycuda(compiled: CompiledKernel, device_index: int, what: str) -> tuple[Any, Any]:
+    """(module, launch function)"""
+    import pycuda.driver as cuda
+
+    try:
+        with _pushed(device_index):
             module = cuda.module_from_buffer(compiled.cubin)
             function = module.get_function(compiled.source.entry)
             function.set_attribute(cuda.function_attribute.MAX_DYNAMIC_SHARED_SIZE_BYTES, compiled.source.smem_bytes)
-        finally:
-            cuda.Context.pop()
     except cuda.Error as error:
         raise LaunchError(f"cannot {what}: {error}") from None
     return module, function._launch_kernel
