@@ -62,7 +62,7 @@ class StageProgress:
 
     def _log(self, event: Event) -> None:
         now = time.monotonic()
-        if now - self._last_line >= _LOG_INTERVAL or event.done == event.total:
+        if event.done and (now - self._last_line >= _LOG_INTERVAL or event.done == event.total):
             self._last_line = now
             print(f"{event.stage}: {event.done}/{event.total} {event.text}".rstrip(), file=sys.stderr, flush=True)
 
