@@ -151,9 +151,10 @@ def _mma(element: str, init: bool, *, exact: bool) -> Probe:
   const int g = lane / 4, t = lane % 4 * 2;
   auto a = [&](int row, int k) {{ return as_float(ld_global<u32>(p.in + (16 * row + k))); }};
   auto b = [&](int k, int n) {{ return as_float(ld_global<u32>(p.in + (256 + 8 * k + n))); }};
-  const u32 frag_a[4] = {{pack2<{element}>(a(g, t), a(g, t + 1)), pack2<{element}>(a(g + 8, t), a(g + 8, t + 1)),
-                         pack2<{element}>(a(g, t + 8), a(g, t + 9)), pack2<{element}>(a(g + 8, t + 8), a(g + 8, t + 9))}};
-  const u32 b0 = pack2<{element}>(b(t, g), b(t + 1, g)), b1 = pack2<{element}>(b(t + 8, g), b(t + 9, g));
+  auto pair_a = [&](int row, int k) {{ return pack2<{element}>(a(row, k), a(row, k + 1)); }};
+  auto pair_b = [&](int k) {{ return pack2<{element}>(b(k, g), b(k + 1, g)); }};
+  const u32 frag_a[4] = {{pair_a(g, t), pair_a(g + 8, t), pair_a(g, t + 8), pair_a(g + 8, t + 8)}};
+  const u32 b0 = pair_b(t), b1 = pair_b(t + 8);
   float d[4];
   for (int i = 0; i < 4; i++) d[i] = as_float(ld_global<u32>(p.in + (384 + 8 * (g + i / 2 * 8) + t + i % 2)));
   mma_m16n8k16{"_init" if init else ""}<{element}>(d, frag_a, b0, b1);
@@ -183,8 +184,10 @@ def _conversion_inputs() -> np.ndarray:
 
 def _pack2(element: str) -> Probe:
     text = f"""
-  for (int i = tid; i < 128; i += kThreads)
-    st_global(p.out + i, pack2<{element}>(as_float(ld_global<u32>(p.in + 2 * i)), as_float(ld_global<u32>(p.in + (2 * i + 1)))));"""
+  for (int i = tid; i < 128; i += kThreads) {{
+    const u32x2 pair = ld_global<u32x2>(p.in + 2 * i);
+    st_global(p.out + i, pack2<{element}>(as_float(pair.x), as_float(pair.y)));
+  }}"""
     values = _conversion_inputs()
     dtype = torch.bfloat16 if element == "bf16" else torch.float16
     halves = torch.from_numpy(values).to(dtype).view(torch.int16).numpy().view(np.uint16).copy()

@@ -3,8 +3,7 @@
 #pragma once
 #include "runtime.h"
 
-#define EMULATOR_SITE \
-  emulator::Site site = emulator::Site { __builtin_LINE() }
+#define EMULATOR_SITE emulator::Site site = emulator::site_of(__builtin_LINE())
 
 struct EmulatorThreadIndex {
   u32 x, y = 0, z = 0;

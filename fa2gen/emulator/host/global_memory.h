@@ -1,8 +1,11 @@
 // Global memory: a kernel may touch the registered buffers only, and of these only the elements that are in view. Flags
 // are kept for every 2 bytes, the smallest element.
 #pragma once
+#include <sys/mman.h>
+
 #include <cstdint>
 #include <cstring>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -26,15 +29,27 @@ class GlobalBuffer {
   // All bytes start as NaN in every 16-bit and 32-bit format; the caller fills in what is in view.
   void allocate(size_t size) {
     bytes = size;
-    storage_.assign(size + 512, 0xff);
-    data = storage_.data() + 256 - reinterpret_cast<uintptr_t>(storage_.data()) % 256;
+    const size_t used = (size + kPage - 1) / kPage * kPage;
+    void* reserved = mmap(nullptr, used + 2 * kGap, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (reserved == MAP_FAILED) throw Diagnostic("out-of-memory", format("no memory for %s", name.c_str()));
+    mapping_ = {static_cast<uint8_t*>(reserved), Unmap{used + 2 * kGap}};
+    data = mapping_.get() + kGap;
+    if (used && mprotect(data, used, PROT_READ | PROT_WRITE) != 0)
+      throw Diagnostic("out-of-memory", format("no memory for %s", name.c_str()));
+    std::memset(data, 0xff, size);
     flags.assign((size + 1) / 2, 0);
     if (writable) writer.assign((size + 1) / 2, 0);
   }
   bool contains(const uint8_t* at) const { return at >= data && at < data + bytes; }
 
  private:
-  std::vector<uint8_t> storage_;
+  // Nothing is mapped this far around a buffer: an address that misses one by less does not hit another.
+  static constexpr size_t kGap = size_t(1) << 30, kPage = 64 * 1024;
+  struct Unmap {
+    size_t bytes;
+    void operator()(uint8_t* at) const { munmap(at, bytes); }
+  };
+  std::unique_ptr<uint8_t, Unmap> mapping_;
 };
 
 class GlobalMemory {
