@@ -40,6 +40,7 @@ def prove_in_emulator(spec: KernelSpec, config: FwdConfig) -> str:
     Raises:
         GateError: The kernel is wrong, or the emulator stopped it.
         ToolchainError: There is no C++ compiler.
+        CompileError: It refused the kernel, which says nothing of the kernel's results.
     """
     import torch
 

@@ -1,0 +1,159 @@
+"""Each step of the lookup, its name, its legality on the GPU at hand, and staleness."""
+
+from __future__ import annotations
+
+import pytest
+
+from fa2gen.constraints import default_config, infeasible_reason
+from fa2gen.errors import TableError
+from fa2gen.hardware import get_gpu, list_gpus
+from fa2gen.problem import Problem
+from fa2gen.spec import KernelSpec
+from fa2gen.tables import lookup, save_entries
+from tests.tuning_fakes import PROBLEM, entry
+
+GPU = get_gpu("a100")
+BUCKET = PROBLEM.bucket(GPU.num_sms)
+NEAR, FAR = Problem(4, 8192, 8192, 16, 16), Problem(16, 512, 512, 16, 16)
+SPEC = KernelSpec()
+
+
+@pytest.fixture
+def find(tmp_path):
+    def find(rows, spec=SPEC, gpu=GPU, owner=GPU, **options):
+        if rows:
+            save_entries(owner, rows, root=tmp_path)
+        return lookup(spec, BUCKET, gpu, roots=[tmp_path], **options)
+
+    return find
+
+
+def test_exact(find):
+    row = entry(block_n=128)
+    match = find([row, entry(problem=NEAR), entry(KernelSpec(dtype="fp16"))])
+    assert (match.source, match.config, match.entry) == ("exact", row.config, row)
+    assert (match.distance, match.stale, match.gpu) == (0, False, "a100")
+    assert "exact, predicted, from a100 fwd_d128_bf16_full_gqa1" in match.describe()
+
+
+def test_alignment_2_borrows_the_alignment_16_entry(find):
+    match = find([entry(block_n=128), entry(KernelSpec(alignment=2), problem=NEAR)], KernelSpec(alignment=2))
+    assert (match.source, match.config.block_n) == ("alignment", 128)
+
+
+def test_alignment_16_never_borrows_from_alignment_2(find):
+    assert find([entry(KernelSpec(alignment=2))]).source == "default"
+
+
+def test_nearest_bucket(find):
+    match = find([entry(problem=FAR, block_n=32, step_n=32), entry(problem=NEAR, block_n=128)])
+    assert (match.source, match.config.block_n) == ("nearest bucket", 128)
+    assert match.distance == 2
+
+
+def test_native_head_dim_above(find):
+    rows = [entry(block_n=128), entry(KernelSpec(head_dim=64), block_n=32, step_n=32)]
+    match = find(rows, KernelSpec(head_dim=80))
+    assert (match.source, match.config.block_n) == ("native head dim", 128)
+    match = find([], KernelSpec(head_dim=59, alignment=2))
+    assert (match.source, match.config.block_n) == ("native head dim", 32)
+
+
+def test_other_dtype(find):
+    match = find([entry(KernelSpec(dtype="fp16"), block_n=128), entry(KernelSpec(gqa_ratio=2))])
+    assert (match.source, match.config.block_n) == ("other dtype", 128)
+
+
+def test_nearest_gqa_ratio(find):
+    rows = [entry(KernelSpec(gqa_ratio=16), block_n=32, step_n=32), entry(KernelSpec(gqa_ratio=2), block_n=128)]
+    match = find(rows, KernelSpec(gqa_ratio=4))
+    assert (match.source, match.config.block_n, match.distance) == ("nearest gqa ratio", 128, 1)
+
+
+def test_relaxations_add_up(find):
+    match = find([entry(KernelSpec(dtype="fp16", gqa_ratio=8), problem=FAR, block_n=128)], KernelSpec(head_dim=80))
+    assert (match.source, match.config.block_n) == ("nearest gqa ratio", 128)
+
+
+def test_another_gpu_of_the_same_target(find):
+    match = find([entry(block_n=128)], owner=get_gpu("a30"))
+    assert (match.source, match.config.block_n, match.gpu) == ("other gpu", 128, "a30")
+
+
+def test_own_gpu_comes_before_another(find, tmp_path):
+    save_entries(get_gpu("a30"), [entry(block_n=128)], root=tmp_path)
+    match = find([entry(KernelSpec(dtype="fp16", gqa_ratio=8), problem=FAR, block_n=32, step_n=32)])
+    assert (match.source, match.config.block_n) == ("nearest gqa ratio", 32)
+
+
+def test_another_target_is_never_used(find):
+    assert find([entry(block_n=128)], owner=get_gpu("h100")).source == "default"
+
+
+def test_causal_never_relaxes(find):
+    assert find([entry(KernelSpec(causal=True))]).source == "default"
+
+
+def test_a_config_that_is_illegal_here_is_passed_over(find):
+    # 160 KB of shared memory: legal on an A100, not on a chip that grants 99 KB.
+    rows = [entry(block_n=128, num_stages=2)]
+    gpu = get_gpu("rtx-3090")
+    assert infeasible_reason(SPEC, rows[0].config, gpu.arch)
+    assert find(rows, gpu=gpu, owner=gpu).source == "default"
+
+
+def test_the_default_is_legal_on_every_gpu_for_every_head_dim(tmp_path):
+    for gpu in list_gpus():
+        for head_dim in range(1, 129):
+            spec = KernelSpec(head_dim=head_dim, alignment=16 if head_dim % 8 == 0 else 2)
+            match = lookup(spec, BUCKET, gpu, roots=[tmp_path])
+            assert match.source == "default"
+            assert match.config == default_config(spec)
+            assert infeasible_reason(spec, match.config, gpu.arch) is None
+
+
+def test_stale_entries_are_passed_over_and_said_so(find):
+    rows = [entry(template="old", block_n=128), entry(problem=NEAR, template="new", block_n=32, step_n=32)]
+    match = find(rows, template_hash=lambda kind, family: "new")
+    assert (match.source, match.config.block_n, match.stale) == ("nearest bucket", 32, True)
+    assert "stale" in match.describe()
+    match = find([], template_hash=lambda kind, family: "newest")
+    assert (match.source, match.stale) == ("default", True)
+
+
+def test_measured_wins_at_equal_distance_then_the_newer(tmp_path):
+    user, package = tmp_path / "user", tmp_path / "package"
+    new, old = "2026-03-01T00:00:00Z", "2026-01-01T00:00:00Z"
+    save_entries(GPU, [entry(utc=new, block_n=32, step_n=32)], root=user)
+    save_entries(GPU, [entry(kind="measured", utc=old, block_n=128)], root=package)
+    assert lookup(SPEC, BUCKET, GPU, roots=[user, package]).config.block_n == 128
+    save_entries(GPU, [entry(kind="measured", utc=new, block_n=64)], root=user)
+    assert lookup(SPEC, BUCKET, GPU, roots=[package, user]).config.block_n == 64
+    # A fresh prediction serves while the measured entry is stale.
+    save_entries(GPU, [entry(kind="measured", utc=new, template="gone")], root=tmp_path / "third")
+    save_entries(GPU, [entry(utc=old, block_n=128)], root=tmp_path / "fourth")
+    match = lookup(
+        SPEC, BUCKET, GPU, roots=[tmp_path / "third", tmp_path / "fourth"], template_hash=lambda kind, family: "t"
+    )
+    assert (match.source, match.config.block_n, match.stale) == ("exact", 128, True)
+
+
+@pytest.mark.parametrize("value", ["1", "true"])
+def test_strict_refuses_anything_but_exact(find, monkeypatch, value):
+    monkeypatch.setenv("FA2GEN_STRICT", value)
+    assert find([entry()]).source == "exact"
+    with pytest.raises(TableError, match=r"FA2GEN_STRICT.*other dtype.*fa2gen tune --headdim 128 --gpu a100"):
+        find([], KernelSpec(dtype="fp16"))
+    with pytest.raises(TableError, match="default"):
+        find([], KernelSpec(causal=True))
+    monkeypatch.setenv("FA2GEN_STRICT", "0")
+    assert find([], KernelSpec(dtype="fp16")).source == "other dtype"
+    with pytest.raises(TableError):
+        find([], KernelSpec(dtype="fp16"), strict=True)
+
+
+def test_a_damaged_table_does_not_stop_a_lookup(tmp_path):
+    (tmp_path / "a100").mkdir()
+    (tmp_path / "a100" / "fwd.json").write_text("{")
+    with pytest.warns(RuntimeWarning, match="ignoring"):
+        assert lookup(SPEC, BUCKET, GPU, roots=[tmp_path]).source == "default"
