@@ -47,14 +47,14 @@ OLD, NEW = "2026-01-01T00:00:00Z", "2026-02-01T00:00:00Z"
 @pytest.mark.parametrize(
     ("present", "incoming", "winner"),
     [
-        (dict(kind="predicted", utc=OLD), dict(kind="predicted", utc=NEW), 1),
-        (dict(kind="predicted", utc=NEW), dict(kind="predicted", utc=OLD), 0),
-        (dict(kind="measured", utc=OLD), dict(kind="measured", utc=NEW), 1),
-        (dict(kind="measured", utc=NEW), dict(kind="measured", utc=OLD), 0),
-        (dict(kind="predicted", utc=NEW), dict(kind="measured", utc=OLD), 1),
+        ({"kind": "predicted", "utc": OLD}, {"kind": "predicted", "utc": NEW}, 1),
+        ({"kind": "predicted", "utc": NEW}, {"kind": "predicted", "utc": OLD}, 0),
+        ({"kind": "measured", "utc": OLD}, {"kind": "measured", "utc": NEW}, 1),
+        ({"kind": "measured", "utc": NEW}, {"kind": "measured", "utc": OLD}, 0),
+        ({"kind": "predicted", "utc": NEW}, {"kind": "measured", "utc": OLD}, 1),
         # Also when the measured entry's templates are gone.
-        (dict(kind="measured", utc=OLD, template="old"), dict(kind="predicted", utc=NEW, template="new"), 0),
-        (dict(kind="predicted", utc=OLD), dict(kind="predicted", utc=OLD), 1),
+        ({"kind": "measured", "utc": OLD, "template": "old"}, {"kind": "predicted", "utc": NEW, "template": "new"}, 0),
+        ({"kind": "predicted", "utc": OLD}, {"kind": "predicted", "utc": OLD}, 1),
     ],
 )
 def test_merge_rule(present, incoming, winner):
