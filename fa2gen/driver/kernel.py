@@ -20,12 +20,12 @@ from .libcuda import (
     current_context,
     error_text,
     is_sticky,
+    launch_function,
     libcuda,
     primary_context,
 )
 
-# kernelParams of cuLaunchKernel: one pointer, to the bytes of the one parameter struct.
-_Parameters = ctypes.c_char_p * 1
+_Bytes, _Handle, _byref = ctypes.c_char_p, ctypes.c_void_p, ctypes.byref
 
 #: Raw handles of the legacy default stream: the null stream, and cudaStreamLegacy.
 _LEGACY_STREAMS = (0, 1)
@@ -91,8 +91,8 @@ class LoadedKernel:
             check(cuda.cuModuleGetFunction(ctypes.byref(self._function), self._module, name), what)
             status = cuda.cuFuncSetAttribute(self._function, MAX_DYNAMIC_SHARED_SIZE_BYTES, self._smem)
             check(status, f"{what} with {self._smem} bytes of shared memory a block")
-            self._cu_launch = cuda.cuLaunchKernel
             self._pycuda_module, self._pycuda_launch = _load_pycuda(compiled, device_index, what)
+        self._cu_launch = launch_function()
         self._pycuda_error = _pycuda_error()
         _loaded.add(self)
 
@@ -144,7 +144,9 @@ class LoadedKernel:
             except self._pycuda_error as error:
                 return str(error)
             return None
-        status = self._cu_launch(self._function, *grid, *block, self._smem, stream, _Parameters(params), None)
+        # kernelParams is an array of one pointer, to the bytes of the one parameter struct.
+        parameters = _byref(_Bytes(params))
+        status = self._cu_launch(self._function, *grid, *block, self._smem, _Handle(stream), parameters, None)
         return error_text(status) if status else None
 
     def _failure(self, error: str, grid: tuple[int, int, int], block: tuple[int, int, int], stream: int) -> str:
