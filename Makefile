@@ -16,13 +16,13 @@ PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -
 
 .PHONY: tune test test-full lint format clean
 
-tune: $(VENV)/.nvcc
+tune: $(VENV)/.install
 	$(BIN)/fa2gen tune --headdim $(HEADDIM) --gpu $(GPU) $(TUNE_ARGS)
 
-test: $(VENV)/.nvcc $(VENV)/.test
+test: $(VENV)/.install
 	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
 
-test-full: $(VENV)/.nvcc $(VENV)/.test
+test-full: $(VENV)/.install
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 lint: $(VENV)/.lint
@@ -54,27 +54,21 @@ $(VENV)/.venv:
 	fi
 	@touch $@
 
-# torch by itself and first: with it in place, pip keeps this build and does not look at newer, larger ones.
+# torch by itself and first: with it in place, pip keeps this build and does not look at newer, larger ones. It brings
+# all that looking for nvcc needs, but for tomli.
 $(VENV)/.torch: constraints.txt | $(VENV)/.venv
 	@echo 'installing torch (a few minutes on a slow line) ...'
-	$(PIP_INSTALL) torch
+	$(PIP_INSTALL) torch 'tomli; python_version < "3.11"'
 	@touch $@
 
 $(VENV)/.install: pyproject.toml $(VENV)/.torch
-	$(PIP_INSTALL) -e .
-	@touch $@
-
-$(VENV)/.nvcc: $(VENV)/.install
-	@if $(BIN)/python -c 'from fa2gen.compile.nvcc import find_nvcc; find_nvcc()' 2>/dev/null; then \
-	    echo 'nvcc: found'; \
+	@if $(BIN)/python -c 'from fa2gen.compile.nvcc import find_nvcc; print("nvcc:", find_nvcc().path)' 2>/dev/null; then \
+	    extras=test; \
 	else \
-	    echo 'nvcc: none found, installing it into $(VENV) (105 MB)'; \
-	    $(PIP_INSTALL) -e '.[nvcc]'; \
-	fi
-	@touch $@
-
-$(VENV)/.test: $(VENV)/.install
-	$(PIP_INSTALL) -e '.[test]'
+	    echo 'nvcc: none found, installing one into $(VENV) (105 MB)'; extras=nvcc,test; \
+	fi; \
+	echo 'installing fa2gen ...'; \
+	$(PIP_INSTALL) -e ".[$$extras]"
 	@touch $@
 
 $(VENV)/.lint: $(VENV)/.install
