@@ -1,6 +1,6 @@
 """nvcc: where it is, which build it is, what it can compile for, and the one list of flags.
 
-Finding out which build an nvcc is takes two processes and a hash over cicc (about 0.2 s), too long for a path that only
+Finding out which build an nvcc is takes two processes and a hash over cicc and ptxas (0.3 s), too long for a path that only
 loads a cached kernel. The answer is kept per path, in the process and in ``toolchains.json`` of the kernel cache, with
 the modification times and sizes of the files that make up the compiler, and asked for again when one of them changed.
 """
@@ -181,12 +181,12 @@ def _ask(path: Path) -> tuple[Nvcc, list[list[Any]]]:
     parts = [Path(here) / "nvcc", Path(here) / "ptxas"] if here else []
     parts += [Path(cicc_folder) / "cicc"] if cicc_folder else []
     parts = [part for part in parts if part.is_file()]
-    digest = hashlib.sha256(version_text.encode())
+    digest = hashlib.blake2b(version_text.encode(), digest_size=6)
     for part in parts[1:]:
         digest.update(part.read_bytes())
     build = re.search(r"^Build cuda_\S+?/(\S+)", version_text, re.M)
     build_id = "-".join(
-        [".".join(map(str, version)), *([build[1]] if build else []), digest.hexdigest()[:12]],
+        [".".join(map(str, version)), *([build[1]] if build else []), digest.hexdigest()],
     )
     root = Path(os.path.normpath(settings["TOP"])) if settings.get("TOP") else None
     return Nvcc(path, version, build_id, root), [_stamp(part) for part in dict.fromkeys([path, *parts])]
