@@ -1,8 +1,8 @@
 """nvcc: where it is, which build it is, what it can compile for, and the one list of flags.
 
-Finding out which build an nvcc is takes two processes and a hash over cicc and ptxas (0.3 s), too long for a path that only
-loads a cached kernel. The answer is kept per path, in the process and in ``toolchains.json`` of the kernel cache, with
-the modification times and sizes of the files that make up the compiler, and asked for again when one of them changed.
+Finding out which build an nvcc is takes two processes and a hash over cicc and ptxas (0.3 s), too long for a path that
+only loads a cached kernel. The answer is kept per path, in the process and in ``toolchains.json`` of the kernel cache,
+with the modification times and sizes of the files that make up the compiler, and asked for again when one changed.
 """
 
 from __future__ import annotations
