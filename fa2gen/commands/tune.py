@@ -87,7 +87,8 @@ def tune(
         click.echo(json.dumps(_as_json(report), indent=2))
     else:
         _show(report)
-    if report.interrupted:
+    timed_out = timeout is not None and report.seconds >= timeout
+    if report.interrupted and not timed_out:
         return 130
     return 0 if report.entries else 1
 
@@ -193,7 +194,7 @@ def _show(report: TuneReport) -> None:
         console.print(f"saved {len(report.entries)} entries to {path}", markup=False, soft_wrap=True)
     console.print(
         f"{report.compiled} kernels compiled, {report.cached} from the cache, {report.seconds:.0f} s; {how}"
-        + ("; interrupted" if report.interrupted else "")
+        + ("; ended early" if report.interrupted else "")
     )
 
 
