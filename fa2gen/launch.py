@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from .codegen import FWD_PARAMS
+from .constraints import smem_plan
 from .errors import ArgumentError, UnsupportedError
 from .problem import Problem
 from .spec import FwdConfig, KernelSpec
-from .constraints import smem_plan
 
 POINTERS = FWD_PARAMS.pointers
 """Pointer fields that lead the parameter struct: pointer i is the 8 bytes at 8 * i. Null in a fresh plan."""

@@ -147,8 +147,9 @@ class FwdConfig(_Canonical):
         num_warps: Warps per block; each owns ``block_m / num_warps`` query rows.
         num_stages: K and V tiles in shared memory; 1 shares FA2's two-barrier schedule, 2 and 3 prefetch whole tiles.
         q_in_regs: Keep Q's fragments in registers instead of re-reading them from shared memory for every tile.
-        softmax: ``"online"``: running maximum for every step. ``"guarded"``: the maximum of the first visible keys stays
-            the reference; a step whose row sums show that it no longer serves is repeated with the online formula.
+        softmax: ``"online"``: running maximum for every step. ``"guarded"``: the maximum of the first visible keys
+            stays the reference; a step whose row sums show that it no longer serves is repeated with the online
+            formula, so the result is exact for every input.
         min_blocks: Resident blocks per SM that the register budget must allow (``__launch_bounds__``).
     """
 

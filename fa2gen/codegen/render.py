@@ -82,6 +82,10 @@ def _constants(spec: KernelSpec, config: FwdConfig, entry: str) -> dict[str, Any
     }
 
 
+def _assignments(form: dict[str, Any]) -> str:
+    return " ".join(f"{name}={value}" for name, value in form.items())
+
+
 def entry_name(spec: KernelSpec, config: FwdConfig) -> str:
     """C name of the kernel, readable in a profiler: ``fa2gen_fwd_d128_..._sm80_...``."""
     return f"fa2gen_{spec.slug()}_{config.slug()}"
@@ -110,7 +114,13 @@ def render_kernel(spec: KernelSpec, config: FwdConfig, platform: str = "cuda") -
     types, *primitives = ((root / name).read_text() for name in platform_headers(config.family))
     if platform == "cuda":
         head = environment.get_template("kernels/head.j2").render(
-            **constants, spec=spec, config=config, params=PARAMS[spec.kind], num_threads=config.num_threads
+            **constants,
+            spec=spec,
+            config=config,
+            params=PARAMS[spec.kind],
+            num_threads=config.num_threads,
+            spec_text=_assignments(spec.canonical()),
+            config_text=_assignments(config.canonical()),
         )
         text = "\n".join((head, types, *primitives, body))
     else:

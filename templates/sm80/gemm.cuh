@@ -1,15 +1,15 @@
 // The two matrix products of one softmax step, per warp: kWarpRows query rows against kStepN keys. Warps split the rows
 // only (split-Q), so no warp ever needs another's result.
 
-constexpr int kTilesM = kWarpRows / 16;              // m16 tiles of a warp's rows
-constexpr int kTilesS = kStepN / 8;                  // n8 tiles of S
-constexpr int kTilesO = kHeadDimPadded / 8;          // n8 tiles of O
-constexpr int kStepsQK = (kHeadDim + 15) / 16;       // k16 steps of Q K^T; columns beyond are zero
-constexpr int kStepsPV = kStepN / 16;                // k16 steps of P V
-constexpr int kPairsO = (kHeadDim + 15) / 16;        // pairs of n8 tiles of O that are not padding
-constexpr int kPanelQ = kBlockM * kPanelRowBytes;    // bytes between the panels of Q
-constexpr int kPanelKV = kBlockN * kPanelRowBytes;   // bytes between the panels of K and V
-constexpr int kRows16 = 16 * kPanelRowBytes;         // bytes between groups of 16 rows
+constexpr int kTilesM = kWarpRows / 16;  // m16 tiles of a warp's rows
+constexpr int kTilesS = kStepN / 8;  // n8 tiles of S
+constexpr int kTilesO = kHeadDimPadded / 8;  // n8 tiles of O
+constexpr int kStepsQK = (kHeadDim + 15) / 16;  // k16 steps of Q K^T; columns beyond are zero
+constexpr int kStepsPV = kStepN / 16;  // k16 steps of P V
+constexpr int kPairsO = (kHeadDim + 15) / 16;  // pairs of n8 tiles of O that are not padding
+constexpr int kPanelQ = kBlockM * kPanelRowBytes;  // bytes between the panels of Q
+constexpr int kPanelKV = kBlockN * kPanelRowBytes;  // bytes between the panels of K and V
+constexpr int kRows16 = 16 * kPanelRowBytes;  // bytes between groups of 16 rows
 
 using ScoreTile = float[kTilesM][kTilesS][4];
 using OutputTile = float[kTilesM][kTilesO][4];

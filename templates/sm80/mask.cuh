@@ -27,7 +27,7 @@ FUNC KeyBlocks key_blocks(int row_0, int seqlen_k, int diagonal) {
   KeyBlocks blocks = {(seqlen_k + kBlockN - 1) / kBlockN, seqlen_k / kBlockN};
   if constexpr (kCausal) {
     const int last_end = max_i32(row_0 + kBlockM + diagonal, 0);  // keys that the last row of a full query block sees
-    const int first_end = max_i32(row_0 + 1 + diagonal, 0);       // keys that the first row sees
+    const int first_end = max_i32(row_0 + 1 + diagonal, 0);  // keys that the first row sees
     blocks.visible = min_i32(blocks.visible, (last_end + kBlockN - 1) / kBlockN);
     blocks.whole = min_i32(blocks.whole, first_end / kBlockN);
   }

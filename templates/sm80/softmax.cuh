@@ -12,7 +12,7 @@ constexpr float kGuardLimit = kFp16 ? 32768.f : 16777216.f;
 struct RowState {
   float max[kTilesM][2];  // reference m of each row, in raw scores; -inf until a key was seen
   float sum[kTilesM][2];  // this lane's part of sum 2^(s c - m c)
-  float limit;            // guarded: step sums must stay below; -1 forces the exact path (a large reference)
+  float limit;  // guarded: step sums must stay below; -1 forces the exact path (a large reference)
 };
 
 FUNC float quad_max(float v) {
@@ -96,8 +96,8 @@ FUNC void online_softmax(ScoreTile& acc_s, OutputTile& acc_o, RowState& rows, fl
   rescale_output(acc_o, alpha);
 }
 
-// Guarded softmax: the rows' reference is kept, so there is no maximum, no shuffle and no rescale. Returns false for the
-// whole warp if some lane's sum of this step left its range (or is NaN, or its reference is large or missing): then
+// Guarded softmax: the rows' reference is kept, so there is no maximum, no shuffle and no rescale. Returns false for
+// the whole warp if some lane's sum of this step left its range (or is NaN, or its reference is large or missing): then
 // acc_s is of no use and nothing else was changed.
 FUNC bool guarded_softmax(ScoreTile& acc_s, RowState& rows, float scale_log2) {
   float reference[kTilesM][2], step_sum[kTilesM][2];

@@ -15,7 +15,8 @@ FUNC u32 swizzled(int row, int chunk) { return row * kPanelRowBytes + ((chunk ^ 
 // Lane addresses for ldmatrix.x4, chunk 0 of row 0 of the tile's first panel. Going k steps of 16 columns to the right
 // inside a panel is XOR k * 32, because a chunk index is XORed with the row only.
 //   row_major: 16 rows x 16 columns; A operand (Q) and, transposed, the B operand of P V.
-//   column_pairs: 16 rows = 16 columns of the B operand of Q K^T; registers 0, 1 are keys 0 to 7, registers 2, 3 keys 8 to 15.
+//   column_pairs: 16 rows = 16 columns of the B operand of Q K^T; registers 0, 1 are keys 0 to 7, registers 2, 3 keys 8
+//   to 15.
 FUNC u32 lane_row_major(u32 tile) {
   const int lane = threadIdx.x % 32;
   return tile + swizzled(lane % 16, lane / 16);
@@ -46,13 +47,13 @@ FUNC void load_chunk(u32 destination, gptr<const Element> source, int chunk, boo
   }
 }
 
-// This thread's part of a K or V tile: row threadIdx.x / 8, chunk threadIdx.x % 8 of the first panel; 8 threads cover the
-// 128 bytes of a panel row (16 threads over a 256-byte row of two panels would hit the same banks twice).
+// This thread's part of a K or V tile: row threadIdx.x / 8, chunk threadIdx.x % 8 of the first panel; 8 threads cover
+// the 128 bytes of a panel row (16 threads over a 256-byte row of two panels would hit the same banks twice).
 FUNC u32 thread_part(u32 tile) { return tile + swizzled(threadIdx.x / 8, threadIdx.x % 8); }
 
-// Loads a K or V tile. `to` and `from` are this thread's part of the tile in shared and in global memory; `pass_bytes` leads
-// to the same place kRowsPerPass rows on. With kRagged, rows from num_rows on become zero: stale memory times a zero of P
-// could be NaN.
+// Loads a K or V tile. `to` and `from` are this thread's part of the tile in shared and in global memory; `pass_bytes`
+// leads to the same place kRowsPerPass rows on. With kRagged, rows from num_rows on become zero: stale memory times a
+// zero of P could be NaN.
 template <bool kRagged>
 FUNC void load_tile(u32 to, gptr<const Element> from, i64 pass_bytes, int num_rows) {
   static_assert(kBlockN % kRowsPerPass == 0 && kRowsPerPass % 8 == 0, "a pass keeps the swizzle of its first row");

@@ -52,8 +52,8 @@ MUTATIONS = {
         {"shared-race-read-after-write", "shared-uninitialised-read"},
     ),
     "ragged rows are loaded": (
-        "if (first && last_rows < kBlockN) load_tile<true>(thread_k",
-        "if (false) load_tile<true>(thread_k",
+        "if (first && last_rows < kBlockN)",
+        "if (false)",
         {"global-out-of-view", "global-out-of-range", "global-uninitialised-read"},
     ),
     "rows beyond the end are stored": (
