@@ -30,8 +30,8 @@ struct ProbeParams {
   int which, extra;
 };
 constexpr int kThreads = 64;
-FUNC float as_float(u32 bits) { float f; __builtin_memcpy(&f, &bits, 4); return f; }
-FUNC u32 as_bits(float f) { u32 bits; __builtin_memcpy(&bits, &f, 4); return bits; }
+FUNC float as_float(u32 bits) { return bits_as<float>(bits); }
+FUNC u32 as_bits(float f) { return bits_as<u32>(f); }
 """
 
 

@@ -30,6 +30,17 @@ struct alignas(16) u32x4 {
   u32 x, y, z, w;
 };
 
+// The bytes of a value as another type of the same size.
+template <class To, class From>
+FUNC To bits_as(From from) {
+  static_assert(sizeof(To) == sizeof(From), "equal sizes");
+  union {
+    From from;
+    To to;
+  } both{from};
+  return both.to;
+}
+
 // A global pointer with arithmetic but no dereference operator: memory is reached through ld_global, st_global,
 // cp_async16 and atomic_add only, and the compiler enforces it. Size and layout are those of a raw pointer.
 template <class T>

@@ -21,47 +21,39 @@ FUNC void trace(const char*, int) {}
 template <class V>
 FUNC V ld_shared(u32 address) {
   static_assert(sizeof(V) == 2 || sizeof(V) == 4 || sizeof(V) == 8 || sizeof(V) == 16, "2, 4, 8 or 16 bytes");
-  V value;
   if constexpr (sizeof(V) == 16) {
-    u32 r[4];
+    u32x4 r;
     asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w)
                  : "r"(address));
-    __builtin_memcpy(&value, r, 16);
+    return bits_as<V>(r);
   } else if constexpr (sizeof(V) == 8) {
-    u32 r[2];
-    asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(r[0]), "=r"(r[1]) : "r"(address));
-    __builtin_memcpy(&value, r, 8);
+    u32x2 r;
+    asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(r.x), "=r"(r.y) : "r"(address));
+    return bits_as<V>(r);
   } else if constexpr (sizeof(V) == 4) {
     u32 r;
     asm volatile("ld.shared.b32 %0, [%1];" : "=r"(r) : "r"(address));
-    __builtin_memcpy(&value, &r, 4);
+    return bits_as<V>(r);
   } else {
     u16 r;
     asm volatile("ld.shared.b16 %0, [%1];" : "=h"(r) : "r"(address));
-    __builtin_memcpy(&value, &r, 2);
+    return bits_as<V>(r);
   }
-  return value;
 }
 template <class V>
 FUNC void st_shared(u32 address, V value) {
   static_assert(sizeof(V) == 2 || sizeof(V) == 4 || sizeof(V) == 8 || sizeof(V) == 16, "2, 4, 8 or 16 bytes");
   if constexpr (sizeof(V) == 16) {
-    u32 r[4];
-    __builtin_memcpy(r, &value, 16);
-    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]));
+    const u32x4 r = bits_as<u32x4>(value);
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r.x), "r"(r.y), "r"(r.z), "r"(r.w));
   } else if constexpr (sizeof(V) == 8) {
-    u32 r[2];
-    __builtin_memcpy(r, &value, 8);
-    asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(address), "r"(r[0]), "r"(r[1]));
+    const u32x2 r = bits_as<u32x2>(value);
+    asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(address), "r"(r.x), "r"(r.y));
   } else if constexpr (sizeof(V) == 4) {
-    u32 r;
-    __builtin_memcpy(&r, &value, 4);
-    asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(r));
+    asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(bits_as<u32>(value)));
   } else {
-    u16 r;
-    __builtin_memcpy(&r, &value, 2);
-    asm volatile("st.shared.b16 [%0], %1;" ::"r"(address), "h"(r));
+    asm volatile("st.shared.b16 [%0], %1;" ::"r"(address), "h"(bits_as<u16>(value)));
   }
 }
 
@@ -70,48 +62,39 @@ FUNC void st_shared(u32 address, V value) {
 template <class V, class T>
 FUNC V ld_global(gptr<T> p) {
   static_assert(sizeof(V) == 2 || sizeof(V) == 4 || sizeof(V) == 8 || sizeof(V) == 16, "2, 4, 8 or 16 bytes");
-  V value;
   if constexpr (sizeof(V) == 16) {
-    u32 r[4];
+    u32x4 r;
     asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w)
                  : "l"(p.address));
-    __builtin_memcpy(&value, r, 16);
+    return bits_as<V>(r);
   } else if constexpr (sizeof(V) == 8) {
-    u32 r[2];
-    asm volatile("ld.global.v2.b32 {%0, %1}, [%2];" : "=r"(r[0]), "=r"(r[1]) : "l"(p.address));
-    __builtin_memcpy(&value, r, 8);
+    u32x2 r;
+    asm volatile("ld.global.v2.b32 {%0, %1}, [%2];" : "=r"(r.x), "=r"(r.y) : "l"(p.address));
+    return bits_as<V>(r);
   } else if constexpr (sizeof(V) == 4) {
     u32 r;
     asm volatile("ld.global.b32 %0, [%1];" : "=r"(r) : "l"(p.address));
-    __builtin_memcpy(&value, &r, 4);
+    return bits_as<V>(r);
   } else {
     u16 r;
     asm volatile("ld.global.b16 %0, [%1];" : "=h"(r) : "l"(p.address));
-    __builtin_memcpy(&value, &r, 2);
+    return bits_as<V>(r);
   }
-  return value;
 }
 template <class T, class V>
 FUNC void st_global(gptr<T> p, V value) {
   static_assert(sizeof(V) == 2 || sizeof(V) == 4 || sizeof(V) == 8 || sizeof(V) == 16, "2, 4, 8 or 16 bytes");
   if constexpr (sizeof(V) == 16) {
-    u32 r[4];
-    __builtin_memcpy(r, &value, 16);
-    asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p.address), "r"(r[0]), "r"(r[1]), "r"(r[2]),
-                 "r"(r[3]));
+    const u32x4 r = bits_as<u32x4>(value);
+    asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p.address), "r"(r.x), "r"(r.y), "r"(r.z), "r"(r.w));
   } else if constexpr (sizeof(V) == 8) {
-    u32 r[2];
-    __builtin_memcpy(r, &value, 8);
-    asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(p.address), "r"(r[0]), "r"(r[1]));
+    const u32x2 r = bits_as<u32x2>(value);
+    asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(p.address), "r"(r.x), "r"(r.y));
   } else if constexpr (sizeof(V) == 4) {
-    u32 r;
-    __builtin_memcpy(&r, &value, 4);
-    asm volatile("st.global.b32 [%0], %1;" ::"l"(p.address), "r"(r));
+    asm volatile("st.global.b32 [%0], %1;" ::"l"(p.address), "r"(bits_as<u32>(value)));
   } else {
-    u16 r;
-    __builtin_memcpy(&r, &value, 2);
-    asm volatile("st.global.b16 [%0], %1;" ::"l"(p.address), "h"(r));
+    asm volatile("st.global.b16 [%0], %1;" ::"l"(p.address), "h"(bits_as<u16>(value)));
   }
 }
 FUNC void atomic_add(gptr<float> p, float value) {
@@ -153,11 +136,9 @@ FUNC void bar_arrive(int id, int threads) { asm volatile("bar.arrive %0, %1;" ::
 template <class T>
 FUNC T shfl_xor(T value, int lane_mask) {
   static_assert(sizeof(T) == 4, "32-bit values");
-  u32 r;
-  __builtin_memcpy(&r, &value, 4);
+  u32 r = bits_as<u32>(value);
   asm volatile("shfl.sync.bfly.b32 %0, %0, %1, 0x1f, 0xffffffff;" : "+r"(r) : "r"(lane_mask));
-  __builtin_memcpy(&value, &r, 4);
-  return value;
+  return bits_as<T>(r);
 }
 FUNC bool any_lane(bool predicate) {
   u32 any;
@@ -234,7 +215,7 @@ FUNC u32 opaque(u32 x) {
   return y;
 }
 
-FUNC float neg_inf() { return -__builtin_inff(); }
+FUNC float neg_inf() { return bits_as<float>(0xff800000u); }
 // A NaN operand loses against a number.
 FUNC float max_f32(float a, float b) {
   float y;
