@@ -1,0 +1,128 @@
+"""Rendering: one body for both platforms, one struct for both sides, hashes that follow the files."""
+
+from __future__ import annotations
+
+import re
+import struct
+
+import jinja2
+import pytest
+
+from fa2gen.codegen import FWD_PARAMS, manifest, render_kernel, template_hash
+from fa2gen.codegen import render as render_module
+from fa2gen.constraints import default_config, smem_plan
+from fa2gen.data import data_dir
+from fa2gen.errors import ArgumentError
+from fa2gen.spec import FwdConfig, KernelSpec
+
+SPECS = [
+    KernelSpec(head_dim=64),
+    KernelSpec(head_dim=128, dtype="fp16", causal=True, gqa_ratio=7),
+    KernelSpec(head_dim=59, alignment=2),
+]
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=KernelSpec.slug)
+def test_body_is_equal_on_both_platforms(spec):
+    config = default_config(spec)
+    cuda, host = (render_kernel(spec, config, platform) for platform in ("cuda", "host"))
+    assert cuda.body == host.body
+    assert cuda.text.endswith(cuda.body)
+    assert host.text.endswith(host.body)
+    assert (cuda.entry, cuda.smem_bytes, cuda.num_threads) == (host.entry, host.smem_bytes, host.num_threads)
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=KernelSpec.slug)
+def test_cuda_text_is_self_contained(spec):
+    source = render_kernel(spec, default_config(spec))
+    assert "#include" not in source.text
+    assert 'extern "C" __global__ void __launch_bounds__(kThreads, ' in source.text
+    assert source.text.count(source.entry) == 2  # head comment and kernel
+    assert source.text.isascii()
+    assert max(len(line) for line in source.text.splitlines()) <= 120
+
+
+def test_rendering_is_deterministic_and_depends_on_every_field():
+    spec = KernelSpec()
+    texts = {
+        render_kernel(spec, config).text for config in (FwdConfig(), FwdConfig(num_stages=1), FwdConfig(min_blocks=2))
+    }
+    assert len(texts) == 3
+    render_kernel.cache_clear()
+    assert render_kernel(spec, FwdConfig()).text in texts
+
+
+def test_body_keeps_to_primitives():
+    body = render_kernel(KernelSpec(causal=True), FwdConfig(softmax="guarded")).body
+    code = re.sub(r"//[^\n]*", "", body)
+    for forbidden in ("asm", "__shfl", "__sync", "__cvta", "blockDim", "std::", "__shared__", "printf"):
+        assert forbidden not in code, forbidden
+
+
+def test_kernel_templates_hold_includes_only():
+    for path in (data_dir("templates") / "kernels").glob("*.j2"):
+        tags = re.findall(r"{%-? *(\w+)", path.read_text())
+        assert len(tags) <= 12, (path, tags)
+        assert set(tags) <= {"include"}, (path, tags)
+
+
+def test_undefined_names_fail(monkeypatch):
+    environment = render_module._environment()
+    with pytest.raises(jinja2.UndefinedError):
+        environment.from_string("{{ no_such_constant }}").render()
+    with pytest.raises(ArgumentError, match="platform"):
+        render_kernel(KernelSpec(), FwdConfig(), "metal")
+
+
+def test_manifest_is_what_the_template_includes():
+    root = data_dir("templates")
+    files = manifest("fwd", "sm80")
+    assert all((root / name).is_file() for name in files)
+    included = re.findall(r'{% include "([^"]+)" %}', (root / files[0]).read_text())
+    assert list(files[1 : 1 + len(included)]) == included
+
+
+def test_template_hash_follows_the_manifest_only(tmp_path, monkeypatch):
+    import shutil
+    import sys
+
+    from fa2gen.codegen import manifest as manifest_module  # the function shadows the module in the package
+
+    module = sys.modules["fa2gen.codegen.manifest"]
+    assert callable(manifest_module)
+    copy = tmp_path / "templates"
+    shutil.copytree(data_dir("templates"), copy)
+    monkeypatch.setattr(module, "data_dir", lambda name: copy)
+    before = template_hash.__wrapped__("fwd", "sm80")
+    (copy / "sm90").mkdir()
+    (copy / "sm90" / "tile.cuh").write_text("// another family\n")
+    assert template_hash.__wrapped__("fwd", "sm80") == before
+    (copy / "sm80" / "mask.cuh").write_text("// edited\n")
+    assert template_hash.__wrapped__("fwd", "sm80") != before
+
+
+def test_params_pack_like_the_declaration():
+    declared = re.findall(r"^  (\S.*?) (\w+);", FWD_PARAMS.declaration(), re.MULTILINE)
+    assert [name for _, name in declared] == [field.name for field in FWD_PARAMS.fields]
+    values = {field.name: index + 1 for index, field in enumerate(FWD_PARAMS.fields)}
+    packed = FWD_PARAMS.pack(**values)
+    assert len(packed) == FWD_PARAMS.size == struct.calcsize(FWD_PARAMS.format)
+    assert FWD_PARAMS.size % 8 == 0
+    offset = 0
+    for field in FWD_PARAMS.fields:  # natural alignment without padding, as in C++
+        size = 4 if field.kind in ("int", "float") else 8
+        assert offset % size == 0, field.name
+        code = {"pointer": "<Q", "i64": "<q", "int": "<i", "float": "<f"}[field.kind]
+        assert struct.unpack_from(code, packed, offset)[0] == values[field.name]
+        offset += size
+    with pytest.raises(KeyError, match="seqlen_q"):
+        FWD_PARAMS.pack(**{k: v for k, v in values.items() if k != "seqlen_q"})
+    with pytest.raises(KeyError, match="window"):
+        FWD_PARAMS.pack(**values, window=1)
+
+
+def test_smem_plan_is_rendered():
+    spec, config = KernelSpec(head_dim=96), FwdConfig(block_m=64, block_n=96, step_n=48, num_stages=3)
+    plan = smem_plan(spec, config)
+    assert plan.total == 2 * 128 * (64 + 2 * 3 * 96)
+    assert f"kSmemBytes = {plan.total};" in render_kernel(spec, config).text

@@ -1,0 +1,84 @@
+"""Launch plans: grid, section order, parameters, limits."""
+
+from __future__ import annotations
+
+import math
+import struct
+
+import pytest
+
+from fa2gen.codegen import FWD_PARAMS
+from fa2gen.errors import ArgumentError, UnsupportedError
+from fa2gen.launch import POINTERS, fwd_plan, heads_per_section
+from fa2gen.problem import Problem
+from fa2gen.spec import FwdConfig, KernelSpec
+
+SPEC = KernelSpec(head_dim=64, gqa_ratio=2)
+CONFIG = FwdConfig(block_m=128, block_n=64, num_warps=4)
+STRIDES = {"q": (7, 8, 9), "k": (10, 11, 12), "v": (13, 14, 15), "o": (16, 17, 18)}
+
+
+def plan(problem: Problem, *, scale: float = 0.125, spec: KernelSpec = SPEC, l2_bytes: int = 2**22) -> dict:
+    launch_plan = fwd_plan(spec, CONFIG, problem, strides=STRIDES, softmax_scale=scale, l2_bytes=l2_bytes)
+    (launch,) = launch_plan.launches
+    assert launch_plan.workspaces == ()
+    values = struct.unpack(FWD_PARAMS.format, launch.params)
+    fields = dict(zip((field.name for field in FWD_PARAMS.fields), values, strict=True))
+    return {"grid": launch.grid, "threads": launch.num_threads, "smem": launch.smem_bytes, **fields}
+
+
+def test_forward_plan():
+    got = plan(Problem(3, 300, 500, 4, 2))
+    assert got["grid"] == (3 * 4 * 3, 1, 1)
+    assert got["threads"] == 128
+    assert got["smem"] == 128 * 64 * 2 + 2 * 2 * 64 * 64 * 2
+    assert [got[name] for name in POINTERS] == [0] * 6
+    assert [got[f"v_{axis}_stride"] for axis in ("batch", "row", "head")] == [13, 14, 15]
+    assert (got["k_pass_bytes"], got["v_pass_bytes"]) == (16 * 11 * 2, 16 * 14 * 2)
+    assert (got["k_tile_bytes"], got["v_tile_bytes"]) == (64 * 11 * 2, 64 * 14 * 2)
+    assert (got["batch"], got["num_heads"], got["seqlen_q"], got["seqlen_k"]) == (3, 4, 300, 500)
+    assert got["num_m_blocks"] == 3
+    assert got["softmax_scale"] == 0.125
+    assert math.isclose(got["scale_log2"], 0.125 * math.log2(math.e), rel_tol=1e-6)
+
+
+def test_zero_scale_keeps_masked_scores_apart():
+    got = plan(Problem(1, 4, 4, 2, 1), scale=0.0)
+    assert got["softmax_scale"] == 0.0
+    assert 0 < got["scale_log2"] < 1e-30
+
+
+@pytest.mark.parametrize("scale", [-1.0, math.nan, math.inf])
+def test_bad_scale(scale):
+    with pytest.raises(ArgumentError, match="softmax_scale"):
+        plan(Problem(1, 4, 4, 2, 1), scale=scale)
+
+
+def test_sections_fit_half_of_l2_and_keep_groups_together():
+    # K and V of one head at 1024 keys: 256 KiB; half of 4 MiB holds 8, each for 2 query heads.
+    assert heads_per_section(SPEC, Problem(4, 128, 1024, 32, 16), 2**22) == 16
+    assert heads_per_section(SPEC, Problem(1, 128, 2**20, 32, 16), 2**22) == 2  # one group at least
+    assert heads_per_section(SPEC, Problem(1, 128, 0, 4, 2), 2**22) == 4  # all heads at most
+
+
+@pytest.mark.parametrize("problem", [Problem(0, 4, 4, 2, 1), Problem(1, 0, 4, 2, 1), Problem(1, 4, 4, 0, 0)])
+def test_empty_output_needs_no_launch(problem):
+    with pytest.raises(ArgumentError, match="no launch"):
+        plan(problem)
+
+
+def test_limits():
+    with pytest.raises(UnsupportedError, match="grid"):
+        plan(Problem(2**20, 128, 1, 4096, 2048))
+    with pytest.raises(UnsupportedError, match="seqlen_k"):
+        plan(Problem(1, 1, 2**31 - 1, 2, 1))
+    with pytest.raises(ArgumentError, match="gqa_ratio"):
+        plan(Problem(1, 4, 4, 2, 2))
+    # Beyond 65535 batches or heads the grid is still one-dimensional.
+    assert plan(Problem(100_000, 10, 10, 2, 1))["grid"] == (200_000, 1, 1)
+    assert plan(Problem(1, 3, 3, 142_560, 71_280))["grid"] == (142_560, 1, 1)
+
+
+def test_section_products_stay_in_32_bits():
+    got = plan(Problem(1, 2**27, 1, 64, 32), l2_bytes=2**30)
+    assert got["num_m_blocks"] * got["heads_per_section"] < 2**31

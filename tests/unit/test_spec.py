@@ -1,0 +1,126 @@
+"""Identities: validation, canonical forms, keys, problems and their buckets."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from fa2gen.errors import ArgumentError, UnsupportedError
+from fa2gen.problem import Bucket, Problem
+from fa2gen.spec import FwdConfig, KernelSpec
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("head_dim", 0),
+        ("head_dim", -1),
+        ("head_dim", 64.0),
+        ("head_dim", True),
+        ("dtype", "fp32"),
+        ("causal", 1),
+        ("gqa_ratio", 0),
+        ("alignment", 8),
+        ("kind", "bwd"),
+    ],
+)
+def test_bad_spec_names_the_field(field, value):
+    with pytest.raises(ArgumentError, match=field):
+        KernelSpec(**{field: value})
+
+
+@pytest.mark.parametrize(("head_dim", "text"), [(136, "planned"), (256, "planned"), (264, "nothing is planned")])
+def test_large_head_dims_say_what_is_supported(head_dim, text):
+    with pytest.raises(UnsupportedError, match=text):
+        KernelSpec(head_dim=head_dim)
+
+
+def test_odd_head_dim_needs_element_alignment():
+    with pytest.raises(ArgumentError, match="alignment 2"):
+        KernelSpec(head_dim=59)
+    assert KernelSpec(head_dim=59, alignment=2).native_head_dim == 64
+
+
+@pytest.mark.parametrize(("head_dim", "native"), [(1, 64), (40, 64), (64, 64), (65, 128), (96, 128), (128, 128)])
+def test_native_head_dim(head_dim, native):
+    assert KernelSpec(head_dim=head_dim, alignment=2).native_head_dim == native
+
+
+def test_canonical_form_round_trips_and_leaves_out_defaults():
+    spec = KernelSpec(head_dim=40, dtype="fp16", causal=True, gqa_ratio=7, alignment=2)
+    assert KernelSpec.from_canonical(spec.canonical()) == spec
+    assert "alignment" not in KernelSpec().canonical()
+    config = FwdConfig(block_m=64, softmax="guarded")
+    assert FwdConfig.from_canonical(config.canonical()) == config
+    with pytest.raises(ArgumentError, match="window"):
+        KernelSpec.from_canonical({**spec.canonical(), "window": 3})
+
+
+def test_keys_are_stable_across_releases():
+    # Tuned tables and caches of users are keyed by these: they may never change.
+    assert KernelSpec(head_dim=128, dtype="bf16", causal=True, gqa_ratio=8).key() == "d6f1dcf4d2d899c1"
+    assert FwdConfig().key() == "cdb440121fda3a7b"
+
+
+def test_every_field_changes_the_key_and_the_slug():
+    base = KernelSpec(head_dim=64)
+    changed = [
+        dataclasses.replace(base, **change)
+        for change in ({"head_dim": 72}, {"dtype": "fp16"}, {"causal": True}, {"gqa_ratio": 2}, {"alignment": 2})
+    ]
+    assert len({spec.key() for spec in [base, *changed]}) == 6
+    assert len({spec.slug() for spec in [base, *changed]}) == 6
+    config = FwdConfig()
+    others = [
+        dataclasses.replace(config, **change)
+        for change in (
+            {"block_m": 64},
+            {"block_n": 128},
+            {"step_n": 32},
+            {"num_warps": 8},
+            {"num_stages": 3},
+            {"q_in_regs": True},
+            {"softmax": "guarded"},
+            {"min_blocks": 2},
+        )
+    ]
+    assert len({c.key() for c in [config, *others]}) == 9
+    assert len({c.slug() for c in [config, *others]}) == 9
+
+
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(5, 5), (5, 2), (2, 5), (1, 7), (7, 1), (0, 3), (3, 0), (113, 203)])
+def test_visible_pairs_are_counted_exactly(seqlen_q, seqlen_k):
+    problem = Problem(1, seqlen_q, seqlen_k, 1, 1)
+    counted = sum(j <= i + seqlen_k - seqlen_q for i in range(seqlen_q) for j in range(seqlen_k))
+    assert problem.visible_pairs(True) == counted
+    assert problem.visible_pairs(False) == seqlen_q * seqlen_k
+
+
+def test_flops_and_bytes():
+    spec = KernelSpec(head_dim=128, causal=False, gqa_ratio=4)
+    problem = Problem(2, 100, 300, 8, 2)
+    assert problem.flops(spec) == 4 * 128 * 2 * 8 * 100 * 300
+    assert problem.min_bytes(spec) == 2 * 128 * 2 * (2 * 100 * 8 + 2 * 300 * 2) + 4 * 2 * 100 * 8
+
+
+def test_heads_must_divide():
+    with pytest.raises(ArgumentError, match="multiple"):
+        Problem(1, 4, 4, 3, 2)
+    with pytest.raises(ArgumentError, match="num_heads_k"):
+        Problem(1, 4, 4, 4, 0)
+    assert Problem(0, 0, 0, 0, 0).gqa_ratio == 1
+
+
+@pytest.mark.parametrize(
+    ("problem", "bucket"),
+    [
+        (Problem(1, 1, 1, 1, 1), Bucket(0, 0, -3)),
+        (Problem(2, 8192, 8192, 16, 16), Bucket(13, 13, 3)),
+        (Problem(2, 8193, 8192, 16, 16), Bucket(14, 13, 3)),
+        (Problem(64, 8192, 100, 16, 16), Bucket(13, 7, 4)),
+        (Problem(0, 8192, 100, 16, 16), Bucket(13, 7, -3)),
+    ],
+)
+def test_bucket(problem, bucket):
+    assert problem.bucket(132) == bucket
