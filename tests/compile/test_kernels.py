@@ -25,7 +25,7 @@ COVERING = [
         (8, 0),
     ),
     (KernelSpec(head_dim=64, causal=True), FAST_64, (8, 0)),
-    (KernelSpec(head_dim=64, gqa_ratio=7), FwdConfig(block_n=128, step_n=64, q_in_regs=True, min_blocks=2), (8, 9)),
+    (KernelSpec(head_dim=64, gqa_ratio=7), FwdConfig(block_n=128, step_n=64, q_in_regs=True), (8, 9)),
     (KernelSpec(head_dim=96, causal=True), FwdConfig(block_n=32, step_n=32, num_stages=3, min_blocks=1), (8, 6)),
     (KernelSpec(head_dim=111, alignment=2), FwdConfig(block_m=64, num_stages=1), (12, 0)),
     (KernelSpec(head_dim=40, causal=True, dtype="fp16"), FwdConfig(num_stages=1), (10, 0)),
