@@ -4,8 +4,8 @@
 does not need torch.
 """
 
-from .build import EmulatedKernel, build, cache_dir, find_host_compiler
-from .run import Buffer, Counters, run
+from .builder import EmulatedKernel, build, cache_dir, find_host_compiler
+from .runner import Buffer, Counters, run
 
 __all__ = ["Buffer", "Counters", "EmulatedKernel", "build", "cache_dir", "find_host_compiler", "run", "run_forward"]
 

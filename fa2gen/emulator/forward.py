@@ -12,8 +12,8 @@ from ..errors import ArgumentError
 from ..launch import POINTERS, fwd_plan
 from ..problem import Problem
 from ..spec import FwdConfig, KernelSpec
-from .build import build
-from .run import Buffer, Counters, run
+from .builder import build
+from .runner import Buffer, Counters, run
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # The order of the blocks depends on it, results do not. Small, so that several sections of heads are exercised.

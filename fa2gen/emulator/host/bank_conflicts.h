@@ -1,6 +1,7 @@
 // Counts shared-memory bank conflicts of one warp's plain accesses. Lanes are fibers and reach an access one after
 // another, so accesses are collected until the next collective, and the n-th access of every lane at one place in the
-// text is taken to be one instruction.
+// text is taken to be one instruction. Where some lanes skip the place once and others do not, accesses of different
+// instructions meet: such counts are estimates.
 //
 // Model: 32 banks of 4 bytes; an instruction moves 128 bytes a cycle, so 16-byte accesses go 8 lanes at a time and
 // 8-byte ones 16 lanes; a cycle more for every further distinct word in one bank.

@@ -1,4 +1,4 @@
-// What a launch did. The order is the order in which the Python side reads them (fa2gen/emulator/run.py).
+// What a launch did. The order is the order in which the Python side reads them (fa2gen/emulator/runner.py).
 #pragma once
 #include <cstdint>
 

@@ -19,7 +19,7 @@ class GlobalBuffer {
 
   std::string name;
   int pointer_index = 0;  // which field of the parameter struct points here
-  uint64_t start = 0;     // at which byte
+  uint64_t start = 0;  // at which byte
   bool writable = false, output = false;
   uint8_t* data = nullptr;
   size_t bytes = 0;

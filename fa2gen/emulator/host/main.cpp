@@ -1,5 +1,5 @@
 // The program around one kernel: reads a job from standard input, runs the grid, writes the outcome to standard output.
-// The two layouts are those of fa2gen/emulator/run.py.
+// The two layouts are those of fa2gen/emulator/runner.py.
 #include <signal.h>
 #include <unistd.h>
 

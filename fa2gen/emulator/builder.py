@@ -13,6 +13,7 @@ import stat
 import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -164,9 +165,12 @@ def _runtime(compiler: str) -> tuple[list[str], str]:
     folder = cache_dir() / f"runtime-{key}"
 
     def make(into: Path) -> None:
-        for name in RUNTIME_SOURCES:
-            command = [compiler, *RUNTIME_FLAGS, "-c", str(HOST_DIR / name), "-o", str(into / f"{name}.o")]
-            _run_compiler(command, "the emulator's runtime")
+        commands = [
+            [compiler, *RUNTIME_FLAGS, "-c", str(HOST_DIR / name), "-o", str(into / f"{name}.o")]
+            for name in RUNTIME_SOURCES
+        ]
+        with ThreadPoolExecutor(len(commands)) as pool:
+            list(pool.map(lambda command: _run_compiler(command, "the emulator's runtime"), commands))
 
     _publish(folder, make)
     return [str(folder / f"{name}.o") for name in RUNTIME_SOURCES], key

@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 
 from ..errors import ArgumentError, EmulatorError
-from .build import EmulatedKernel
+from .builder import EmulatedKernel
 
 _MAGIC = 0x32414631
 
