@@ -94,9 +94,7 @@ def _check_tensor(name: str, x: Any) -> None:
     if x.layout is not torch.strided or x.is_nested:
         raise ArgumentError(f"{name} must be a dense (strided) tensor, got layout {x.layout}")
     if x.dim() != 4:
-        raise ArgumentError(
-            f"{name} must have 4 dimensions (batch, seqlen, heads, head_dim), got shape {tuple(x.shape)}"
-        )
+        raise ArgumentError(f"{name} must be (batch, seqlen, heads, head_dim), got shape {tuple(x.shape)}")
     if x.dtype not in DTYPE_NAMES:
         raise ArgumentError(f"{name} has dtype {x.dtype}; torch.float16 and torch.bfloat16 are supported")
 

@@ -1,0 +1,278 @@
+"""The CUDA path without a GPU: CPU tensors, a kernel that records its launches, a device that only has facts."""
+
+from __future__ import annotations
+
+import math
+import struct
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fa2gen.codegen import FWD_PARAMS
+from fa2gen.constraints import default_config
+from fa2gen.errors import ArgumentError, InfeasibleError, LaunchError, TableError, ToolchainError
+from fa2gen.hardware import get_gpu
+from fa2gen.runtime import attention, plan, request, reset
+from fa2gen.spec import FwdConfig, KernelSpec
+
+
+class FakeKernel:
+    def __init__(self, spec: KernelSpec, config: FwdConfig) -> None:
+        self.spec, self.config = spec, config
+        self.launches: list[tuple[Any, ...]] = []
+
+    def launch(self, grid: Any, block: Any, params: bytes, stream: int) -> None:
+        self.launches.append((grid, block, params, stream))
+
+
+class FakeDevice:
+    """Stands in for everything below the runtime: compiling, loading, the stream, what the device is."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.kernels: list[FakeKernel] = []
+        self.capturing = False
+        self.compiler_error: Exception | None = None
+        monkeypatch.setattr(request, "_backend", lambda backend, device: "cuda")
+        monkeypatch.setattr(plan, "device_gpu", lambda index: get_gpu("a100"))
+        monkeypatch.setattr(plan, "compile_kernel", self._compile)
+        monkeypatch.setattr(plan, "load", self._load)
+        monkeypatch.setattr(plan, "_raw_stream_function", lambda: lambda index: 1234)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
+
+    def _compile(self, source: Any, target: str) -> Any:
+        if self.compiler_error is not None:
+            raise self.compiler_error
+        assert target == "sm_80"
+        return source
+
+    def _load(self, source: Any, index: int | None) -> FakeKernel:
+        self.kernels.append(FakeKernel(source.spec, source.config))
+        return self.kernels[-1]
+
+    @property
+    def launches(self) -> list[tuple[Any, ...]]:
+        return [launch for kernel in self.kernels for launch in kernel.launches]
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevice]:
+    reset()
+    yield FakeDevice(monkeypatch)
+    reset()
+
+
+def _inputs(seqlen_q: int = 113, seqlen_k: int = 203, heads_q: int = 8, heads_k: int = 2, d: int = 64) -> list[Tensor]:
+    return [
+        torch.zeros(2, s, h, d).bfloat16() for s, h in ((seqlen_q, heads_q), (seqlen_k, heads_k), (seqlen_k, heads_k))
+    ]
+
+
+def _unpacked(params: bytes) -> dict[str, Any]:
+    names = [field.name for field in FWD_PARAMS.fields]
+    return dict(zip(names, struct.unpack(FWD_PARAMS.format, params), strict=True))
+
+
+def test_a_launch_carries_the_call(device: FakeDevice) -> None:
+    q, k, v = _inputs()
+    out, lse = attention(q, k, v, causal=True, softmax_scale=0.25, return_lse=True)
+    ((grid, block, params, stream),) = device.launches
+    config = device.kernels[0].config
+    assert device.kernels[0].spec == KernelSpec(head_dim=64, causal=True, gqa_ratio=4)
+    assert grid == (2 * 8 * math.ceil(113 / config.block_m), 1, 1)
+    assert block == (config.num_threads, 1, 1)
+    assert stream == 1234
+    values = _unpacked(params)
+    pointers = [values[name] for name in ("q", "k", "v", "o", "lse", "repairs")]
+    assert pointers == [x.data_ptr() for x in (q, k, v, out, lse)] + [0]
+    assert (values["q_batch_stride"], values["q_row_stride"], values["q_head_stride"]) == q.stride()[:3]
+    assert (values["o_batch_stride"], values["o_row_stride"], values["o_head_stride"]) == out.stride()[:3]
+    assert values["softmax_scale"] == 0.25
+    assert (out.shape, out.dtype, out.is_contiguous()) == (q.shape, q.dtype, True)
+    assert (lse.shape, lse.dtype) == ((2, 8, 113), torch.float32)
+
+
+def test_no_lse_is_allocated_that_nobody_asked_for(device: FakeDevice) -> None:
+    out = attention(*_inputs())
+    assert isinstance(out, Tensor)
+    assert _unpacked(device.launches[0][2])["lse"] == 0
+
+
+def test_a_warm_call_only_launches(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = _inputs()
+    attention(q, k, v)
+
+    def forbidden(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("a warm call made a plan")
+
+    monkeypatch.setattr("fa2gen.runtime.dispatch.read_request", forbidden)
+    first = attention(q, k, v)
+    other = [x.clone() for x in (q, k, v)]
+    second = attention(*other)
+    assert len(device.launches) == 3
+    values = [_unpacked(launch[2]) for launch in device.launches]
+    assert values[1]["o"] == first.data_ptr() != second.data_ptr() == values[2]["o"]
+    assert [values[2][name] for name in "qkv"] == [x.data_ptr() for x in other]
+
+
+def test_every_part_of_a_call_is_in_its_key(device: FakeDevice) -> None:
+    q, k, v = _inputs(203, 203, 4, 4)
+    calls: list[tuple[list[Tensor], dict[str, Any]]] = [
+        ([q, k, v], {}),
+        ([q, k, v], {"causal": True}),
+        ([q, k, v], {"softmax_scale": 0.5}),
+        ([q, k, v], {"return_lse": True}),
+        ([q, k, v], {"config": FwdConfig(block_m=64)}),
+        ([q.half(), k.half(), v.half()], {}),
+        ([q[:1], k[:1], v[:1]], {}),
+        ([q[:, :200], k, v], {}),
+        ([q, k[:, :200], v[:, :200]], {}),
+        ([q, k.transpose(1, 2).contiguous().transpose(1, 2), v], {}),
+        ([q, k, v.transpose(1, 2).contiguous().transpose(1, 2)], {}),
+        ([q, k[:, :, :2], v[:, :, :2]], {}),
+        ([torch.zeros(q.numel() + 1).bfloat16()[1:].view(q.shape), k, v], {}),
+    ]
+    for tensors, kwargs in calls:
+        attention(*tensors, **kwargs)
+    assert len(plan.PLANS) == len(calls)
+    for tensors, kwargs in calls:
+        attention(*tensors, **kwargs)
+    assert len(plan.PLANS) == len(calls)
+    launches = [launch[2][48:] for kernel in device.kernels for launch in kernel.launches]
+    # The second round repeats the first, whatever the first warmed in between.
+    assert len(launches) == 2 * len(calls)
+    for kernel in device.kernels:
+        half = len(kernel.launches) // 2
+        assert [x[2][48:] for x in kernel.launches[:half]] == [x[2][48:] for x in kernel.launches[half:]]
+
+
+def test_bad_calls_raise_warm_and_cold(device: FakeDevice) -> None:
+    q, k, v = _inputs()
+    for _ in range(2):
+        with pytest.raises(ArgumentError, match="k has dtype"):
+            attention(q, k.half(), v)
+        with pytest.raises(ArgumentError, match="q must be a"):
+            attention(None, k, v)  # type: ignore[arg-type]
+        with pytest.raises(ArgumentError, match="softmax_scale must be finite"):
+            attention(q, k, v, softmax_scale=math.nan)
+        attention(q, k, v)
+    gradient = q.clone().requires_grad_()
+    with pytest.raises(ArgumentError, match="q requires grad"):
+        attention(gradient, k, v)
+    with torch.no_grad():
+        attention(gradient, k, v)
+
+
+def test_unaligned_views_run_the_element_kernel(device: FakeDevice) -> None:
+    q, k, v = _inputs()
+    attention(torch.zeros(q.numel() + 1).bfloat16()[1:].view(q.shape), k, v)
+    attention(*_inputs(d=59))
+    attention(torch.zeros(2, 113, 8, 68).bfloat16()[..., :64], k, v)
+    assert [kernel.spec.alignment for kernel in device.kernels] == [2, 2]
+    assert [kernel.spec.head_dim for kernel in device.kernels] == [64, 59]
+
+
+def test_copies(device: FakeDevice) -> None:
+    q, k, v = _inputs()
+    k.fill_(1.0)
+    transposed = k.transpose(2, 3).contiguous().transpose(2, 3)
+    attention(q, transposed, v)
+    assert _unpacked(device.launches[0][2])["k"] != transposed.data_ptr()
+    assert _unpacked(device.launches[0][2])["k_row_stride"] == 2 * 64
+    attention(q, k, v, softmax_scale=-0.5)
+    values = _unpacked(device.launches[1][2])
+    assert values["softmax_scale"] == 0.5
+    assert values["q"] != q.data_ptr()
+    assert values["k"] == k.data_ptr()
+
+
+def test_empty_problems_launch_nothing(device: FakeDevice) -> None:
+    q, k, v = _inputs(seqlen_k=0)
+    out, lse = attention(q, k, v, return_lse=True)
+    assert (out == 0).all()
+    assert (lse == -math.inf).all()
+    assert not device.kernels
+
+
+def test_a_cold_kernel_in_a_capture_names_the_warmup(device: FakeDevice) -> None:
+    q, k, v = _inputs()
+    device.capturing = True
+    with pytest.raises(LaunchError, match=r"fa2gen.runtime.warmup\(q, k, v, causal=True\)"):
+        attention(q, k, v, causal=True)
+    assert not device.kernels
+    device.capturing = False
+    attention(q, k, v, causal=True)
+    device.capturing = True
+    attention(q, k, v, causal=True)
+    # Another size of a loaded kernel needs a plan only.
+    attention(q[:, :100], k, v, causal=True)
+    assert len(device.launches) == 3
+
+
+def test_configs(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = _inputs(d=128)
+    with pytest.raises(InfeasibleError, match="on a100"):
+        attention(q, k, v, config=FwdConfig(block_n=4096))
+    with pytest.raises(ArgumentError, match="config must be"):
+        attention(q, k, v, config="fast")  # type: ignore[arg-type]
+    forced = FwdConfig(block_m=64, num_warps=4)
+    attention(q, k, v, config=forced)
+    assert device.kernels[0].config == forced
+    default = plan.Match(default_config(device.kernels[0].spec), "default", 0, False, None)
+    monkeypatch.setattr(plan, "lookup", lambda *_, **__: default)
+    attention(q, k, v)
+    assert device.kernels[1].config == default_config(device.kernels[1].spec)
+
+
+def test_strict_look_up_raises(device: FakeDevice, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.setenv("FA2GEN_STRICT", "1")
+    with pytest.raises(TableError, match="FA2GEN_STRICT"):
+        attention(*_inputs(heads_q=14, d=8))
+
+
+def test_no_nvcc_is_a_toolchain_error(device: FakeDevice) -> None:
+    device.compiler_error = ToolchainError("nvcc was not found")
+    with pytest.raises(ToolchainError, match="nvcc was not found"):
+        attention(*_inputs())
+    device.compiler_error = None
+    attention(*_inputs())
+
+
+def test_plans_are_bounded(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "MAX_PLANS", 5)
+    q, k, v = _inputs()
+    for seqlen in range(1, 20):
+        attention(q[:, :seqlen], k, v)
+        assert len(plan.PLANS) <= 5
+    assert len(device.launches) == 19
+
+
+def test_grid_limit(device: FakeDevice) -> None:
+    q = torch.zeros(1, 1, 1, 8).half().expand(2**20, 1, 4096, 8)
+    with pytest.raises(ArgumentError, match="grid's limit"):
+        attention(q, q, q)
+    assert not device.launches
+
+
+def test_threads_share_a_plan(device: FakeDevice) -> None:
+    """Each launch's pointers belong to one call, however calls interleave."""
+    q, k, v = _inputs(5, 7)
+    attention(q, k, v)
+    inputs = [[x.clone() for x in (q, k, v)] for _ in range(8)]
+
+    def work(tensors: list[Tensor]) -> None:
+        for _ in range(200):
+            attention(*tensors)
+
+    threads = [threading.Thread(target=work, args=(tensors,)) for tensors in inputs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    triples = {tuple(x.data_ptr() for x in tensors) for tensors in [*inputs, [q, k, v]]}
+    seen = [tuple(_unpacked(launch[2])[name] for name in "qkv") for launch in device.launches]
+    assert len(seen) == 1 + 8 * 200
+    assert set(seen) == triples
