@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from fa2gen.compile import CompiledKernel, ResourceUsage
+from fa2gen.driver import DeviceInfo
+from fa2gen.errors import CompileError, GateError
 from fa2gen.problem import Problem
 from fa2gen.spec import FwdConfig, KernelSpec
 from fa2gen.tables import Measurement, Provenance, Table, TunedEntry
+from fa2gen.tuning.measure import Timing
+from fa2gen.tuning.report import TuneRequest
+from fa2gen.tuning.tools import Tools
 
 PROBLEM = Problem(4, 4096, 4096, 16, 16)
 
@@ -33,3 +43,87 @@ def entry(spec=None, problem=PROBLEM, *, kind="predicted", ms=1.5, utc="2026-01-
 
 def table(*entries):
     return Table("a100", "sm_80", "fwd", entries)
+
+
+def request_for(spec: KernelSpec | None = None, seqlen: int = 4096) -> TuneRequest:
+    """A tuning request of 16k tokens and 16 query heads."""
+    spec = spec or KernelSpec()
+    return TuneRequest(spec, Problem(16384 // seqlen, seqlen, seqlen, 16, 16 // spec.gqa_ratio))
+
+
+class FakeWorker:
+    """The measuring process's answers from two functions; counts what it was asked."""
+
+    def __init__(self, milliseconds: Callable[[FwdConfig], float], gate: Callable[[FwdConfig], tuple[bool, str]]):
+        self.milliseconds, self.gate = milliseconds, gate
+        self.measured: list[FwdConfig] = []
+        self.gated: list[FwdConfig] = []
+        self.running = False
+
+    def start(self) -> None:
+        self.running = True
+
+    def stop(self) -> None:
+        self.running = False
+
+    def call(self, operation: str, payload: Any = None, *, timeout: float) -> Any:
+        if operation == "ready":
+            return None
+        if operation == "measure":
+            self.measured.append(payload.config)
+            ms = self.milliseconds(payload.config)
+            return Timing(ms, 0.99 * ms, 1.01 * ms, 9)
+        self.gated.append(payload.config)
+        return self.gate(payload.config)
+
+
+@dataclass
+class FakeRooms:
+    """Compiler, gate and device of a session; every function can be replaced before ``tools()``."""
+
+    device: DeviceInfo | None = None
+    milliseconds: Callable[[FwdConfig], float] = lambda config: 1.0
+    wrong: Callable[[FwdConfig], bool] = lambda config: False
+    resources: Callable[[FwdConfig], ResourceUsage] = lambda config: ResourceUsage(200, 0, 0, 0, 0, 1)
+    refused: Callable[[FwdConfig], bool] = lambda config: False
+    on_compiled: Callable[[int], None] = lambda index: None
+    compiled: list[tuple[KernelSpec, FwdConfig]] = field(default_factory=list)
+    proved: list[tuple[KernelSpec, FwdConfig]] = field(default_factory=list)
+    template: str = "t"
+
+    def __post_init__(self) -> None:
+        self.worker = FakeWorker(
+            lambda config: self.milliseconds(config),
+            lambda config: (not self.wrong(config), "FAILED: row 3" if self.wrong(config) else "passed 20 cases"),
+        )
+
+    def tools(self) -> Tools:
+        return Tools(
+            compile_many=self._compile_many,
+            prove=self._prove,
+            require_emulator=lambda: None,
+            template_hash=lambda kind, family: self.template,
+            nvcc_version=lambda: "13.0.88",
+            versions=lambda: {"python": "3"},
+            devices=lambda: [self.device] if self.device else [],
+            worker=lambda index: self.worker,
+        )
+
+    def _compile_many(self, jobs: Any, on_done: Any) -> list[Any]:
+        results: list[Any] = []
+        for index, (source, target) in enumerate(jobs):
+            self.compiled.append((source.spec, source.config))
+            if self.refused(source.config):
+                results.append(CompileError("nvcc failed", "line 3"))
+            else:
+                resources, cubin = self.resources(source.config), source.config.slug().encode()
+                results.append(CompiledKernel(source, target, cubin, resources, "key", False, 1.0, ""))
+            on_done(index, results[-1])
+            self.on_compiled(index)
+        return results
+
+    def _prove(self, spec: KernelSpec, config: FwdConfig) -> str:
+        self.proved.append((spec, config))
+        if self.wrong(config):
+            raise GateError("row 3 is wrong")
+        return "emulator: passed 20 cases"

@@ -26,7 +26,7 @@ from .worker import TrialFailure
 if TYPE_CHECKING:
     from .measure import Timing
 
-DEFAULT_TRIALS = 48
+DEFAULT_TRIALS = 40
 # The first call starts the child, imports torch and makes a CUDA context.
 _START_TIMEOUT, _MEASURE_TIMEOUT, _GATE_TIMEOUT = 180.0, 60.0, 120.0
 
@@ -37,9 +37,9 @@ class MeasuredTuning:
     Args:
         ledger: The session's account.
         tools: The other rooms.
-        device_index: CUDA device.
+        worker: The measuring process, of the ledger's GPU; stopped at the end.
         driver: Driver version for the provenance.
-        trials: Configs to time for each (spec, bucket), earlier sessions' included; default 48.
+        trials: Configs to time for each (spec, bucket), earlier sessions' included; default 40.
         resume: Go on with an earlier session's study.
         studies: Folder of the studies; None is the default one.
     """
@@ -48,7 +48,7 @@ class MeasuredTuning:
         self,
         ledger: Ledger,
         tools: Tools,
-        device_index: int,
+        worker: MeasuringProcess,
         driver: str,
         *,
         trials: int | None,
@@ -58,7 +58,7 @@ class MeasuredTuning:
         self._ledger, self._tools, self._driver = ledger, tools, driver
         self._trials = DEFAULT_TRIALS if trials is None else trials
         self._resume, self._studies = resume, studies
-        self._worker: MeasuringProcess = tools.worker(device_index)
+        self._worker = worker
         self._proofs: dict[tuple[KernelSpec, FwdConfig], tuple[bool, str]] = {}
 
     def run(self, requests: Sequence[TuneRequest]) -> None:
@@ -101,13 +101,15 @@ class MeasuredTuning:
         """Times the default, the incumbent, the model's favourites, then what the sampler asks for."""
         binaries: dict[str, Timing] = {}
         budget = max(0, self._trials - len(study.times()))
+        cores = usable_cores()
+        # Whole rounds of the compiler pool, the default among them: a 17th kernel on 16 cores costs as much as 16 more.
+        size = min(budget, -(-max(8, self._trials // 2 + 1) // cores) * cores - 1)
         if budget:
-            favourites = shortlist(request.spec, [request.problem], self._ledger.gpu, max(8, self._trials // 2))
-            for config in [*([incumbent] if incumbent is not None else []), *favourites][:budget]:
+            favourites = shortlist(request.spec, [request.problem], self._ledger.gpu, size)
+            for config in [*([incumbent] if incumbent is not None else []), *favourites][:size]:
                 study.enqueue(config)
         # The default may lie outside the grid, so it is timed beside the study.
         batch = [Asked(default_config(request.spec), None)]
-        size = min(budget, max(8, self._trials // 2))
         while True:
             batch += self._ask(study, size)
             if not batch:
@@ -116,7 +118,7 @@ class MeasuredTuning:
             budget -= sum(asked.trial is not None for asked in batch)
             if budget <= 0 or self._ledger.late():
                 return
-            batch, size = [], min(budget, max(4, usable_cores()))
+            batch, size = [], min(budget, max(4, cores))
 
     def _ask(self, study: TuningStudy, count: int) -> list[Asked]:
         batch: list[Asked] = []

@@ -38,7 +38,7 @@ def tune(
         requests: Kernels and the sizes to tune them for.
         gpu: The GPU to tune for.
         out: Folder of tables to write to; default the user's.
-        trials: Measured: configs to time for each request (default 48). Predicted: configs to compile for each spec
+        trials: Measured: configs to time for each request (default 40). Predicted: configs to compile for each spec
             (default 24). 0: only the default config is proved and saved.
         timeout: Seconds for the whole session.
         resume: Measured only: go on with the study of an earlier session.
@@ -78,10 +78,13 @@ def tune(
 
             tune_predicted(unique, ledger, tools, trials)
         else:
+            index, driver = device
+            worker = tools.worker(index)
+            # Its start takes seconds (torch, a CUDA context), this process's imports of Optuna included.
+            worker.start()
             from .measured import MeasuredTuning
 
-            index, driver = device
-            MeasuredTuning(ledger, tools, index, driver, trials=trials, resume=resume).run(unique)
+            MeasuredTuning(ledger, tools, worker, driver, trials=trials, resume=resume).run(unique)
     except KeyboardInterrupt:
         ledger.interrupted = True
     return ledger.report()

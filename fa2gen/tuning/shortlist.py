@@ -17,6 +17,8 @@ from .space import legal_space
 
 # Good kernels of this family spill up to about 100 bytes of prologue values; beyond this the loop itself spills.
 MAX_SPILL_BYTES = 512
+# A stack frame beyond the spills holds arrays that should be registers; kernels with one ran 5 to 8 times slower.
+MAX_ARRAY_BYTES = 64
 
 
 def shortlist(spec: KernelSpec, problems: Sequence[Problem], gpu: Gpu, count: int) -> list[FwdConfig]:
@@ -44,9 +46,12 @@ def facts_of(compiled: CompiledKernel) -> Facts:
 
 def spill_reason(compiled: CompiledKernel) -> str | None:
     """Why a compiled kernel is not worth timing, or None."""
-    spilled = compiled.resources.spill_store_bytes
-    if spilled > MAX_SPILL_BYTES:
-        return f"{spilled} bytes of spill stores a thread, more than {MAX_SPILL_BYTES}"
+    resources = compiled.resources
+    if resources.spill_store_bytes > MAX_SPILL_BYTES:
+        return f"{resources.spill_store_bytes} bytes of spill stores a thread, more than {MAX_SPILL_BYTES}"
+    arrays = resources.stack_bytes - resources.spill_store_bytes
+    if arrays > MAX_ARRAY_BYTES:
+        return f"{arrays} bytes of register arrays in local memory: a loop over them was not unrolled"
     return None
 
 

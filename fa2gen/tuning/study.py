@@ -12,7 +12,9 @@ import fcntl
 import hashlib
 import json
 import os
+import random
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -34,8 +36,8 @@ from .space import GRID, Space, config_of, exclusion_reason, params_of
 OUTCOMES = ("infeasible", "compile_failed", "spilled", "launch_failed", "wrong", "timeout")
 """Why a trial has no time; each is stored with its text."""
 
-# Points that an ask may waste on illegal or known configs before the space counts as exhausted.
-_MAX_WASTED_ASKS = 200
+# Points that an ask may waste on illegal or known configs before it takes any legal one.
+_MAX_WASTED_ASKS = 10
 
 
 def state_dir() -> Path:
@@ -87,6 +89,19 @@ class Asked:
     trial: Any
 
 
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    """Without Optuna 4's warnings that what is the rule in 5 is experimental."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        yield
+
+
+def _sampler(seed: int) -> optuna.samplers.TPESampler:
+    with _quietly():
+        return optuna.samplers.TPESampler(seed=seed, n_startup_trials=8, multivariate=True, constant_liar=True)
+
+
 class TuningStudy:
     """Ask and tell over the legal space of one (gpu, spec, bucket).
 
@@ -115,7 +130,8 @@ class TuningStudy:
         resume: bool = True,
         directory: Path | None = None,
     ) -> None:
-        self._gpu, self._spec = gpu, spec
+        self._gpu, self._spec, self._space = gpu, spec, space
+        self._random = random.Random(seed)
         self._distributions: dict[str, BaseDistribution] = {
             name: CategoricalDistribution(values) for name, values in GRID.items()
         }
@@ -159,13 +175,12 @@ class TuningStudy:
         # Optuna asks for acquire() and release() alone; its base class is not public.
         lock: Any = _JournalLock(self.path)
         storage = JournalStorage(JournalFileBackend(str(self.path), lock_obj=lock))
-        with warnings.catch_warnings():
-            # Both arguments are marked experimental in Optuna 4 and are the defaults in 5.
-            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-            sampler = optuna.samplers.TPESampler(
-                seed=seed, n_startup_trials=8, multivariate=True, constant_liar=True, warn_independent_sampling=False
-            )
-        return optuna.create_study(storage=storage, study_name=self.name, sampler=sampler, load_if_exists=True)
+        self._memory = optuna.create_study(sampler=_sampler(seed))
+        self._proposed: dict[FwdConfig, Any] = {}
+        self._synced: set[int] = set()
+        return optuna.create_study(
+            storage=storage, study_name=self.name, sampler=_sampler(seed + 1), load_if_exists=True
+        )
 
     def enqueue(self, config: FwdConfig) -> bool:
         """Puts a config in front of the sampler's; False if it lies outside the grid or its outcome is known."""
@@ -174,23 +189,20 @@ class TuningStudy:
             return False
         if config in self.times() or config in self.failures():
             return False
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        with _quietly():
             self._study.enqueue_trial(params, skip_if_exists=True)
         return True
 
     def ask(self) -> Asked | None:
         """The next config whose outcome is not known; None when the sampler finds no more."""
-        known, failed = self.times(), self.failures()
-        running = self._running()
-        for _ in range(_MAX_WASTED_ASKS):
+        known, failed, running = self.times(), self.failures(), self._running()
+        while True:
+            if not self._has_waiting() and not self._propose({*known, *failed, *running}):
+                return None
+            # Takes the waiting trial; if another process took it first, the journal's sampler makes up another.
             trial = self._study.ask(self._distributions)
             config = config_of(trial.params)
-            reason = (
-                "step_divisor gives no whole 16-key steps"
-                if config is None
-                else exclusion_reason(self._spec, config, self._gpu.arch)
-            )
+            reason = self._exclusion(config)
             if config is None or reason is not None:
                 self._tell_failure(trial, "infeasible", str(reason))
             elif config in known:
@@ -201,7 +213,69 @@ class TuningStudy:
                 self._study.tell(trial, state=TrialState.FAIL)
             else:
                 return Asked(config, trial)
-        return None
+            failed, running = self.failures(), self._running()
+
+    def _exclusion(self, config: FwdConfig | None) -> str | None:
+        if config is None:
+            return "step_divisor gives no whole 16-key steps"
+        return exclusion_reason(self._spec, config, self._gpu.arch)
+
+    def _has_waiting(self) -> bool:
+        return bool(self._study.get_trials(deepcopy=False, states=(TrialState.WAITING,)))
+
+    def _propose(self, taken: set[FwdConfig]) -> bool:
+        """Enqueues a config that is worth trying; False if none is left.
+
+        Nine points of ten are illegal, and a trial costs the journal a dozen synced writes: so the sampler runs on a
+        copy in memory, and the journal gets one write for each illegal point and the whole trial of the legal one.
+        """
+        left = [config for config in self._space.configs if config not in taken]
+        if not left:
+            return False
+        self._sync()
+        for _ in range(_MAX_WASTED_ASKS):
+            trial = self._memory.ask(self._distributions)
+            config = config_of(trial.params)
+            reason = self._exclusion(config)
+            if config is None or reason is not None:
+                self._memory.tell(trial, state=TrialState.PRUNED)
+                self._keep_infeasible(trial.params, str(reason))
+            elif config in taken:
+                self._memory.tell(trial, state=TrialState.FAIL)
+            else:
+                self._proposed[config] = trial
+                with _quietly():
+                    self._study.enqueue_trial(trial.params)
+                return True
+        with _quietly():
+            self._study.enqueue_trial(params_of(self._random.choice(left)))
+        return True
+
+    def _sync(self) -> None:
+        """Brings the copy in memory up to date with what this and other processes finished."""
+        for trial in self._study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED)):
+            if trial.number in self._synced or set(trial.params) != set(GRID):
+                continue
+            self._synced.add(trial.number)
+            config = config_of(trial.params)
+            mine = self._proposed.pop(config, None) if config is not None else None
+            if mine is None:
+                self._memory.add_trial(trial)
+            elif trial.state == TrialState.COMPLETE:
+                self._memory.tell(mine, trial.values)
+            else:
+                self._memory.tell(mine, state=TrialState.PRUNED)
+
+    def _keep_infeasible(self, params: dict[str, Any], reason: str) -> None:
+        trial = optuna.trial.create_trial(
+            state=TrialState.PRUNED,
+            params=params,
+            distributions=self._distributions,
+            user_attrs={"outcome": "infeasible", "reason": reason},
+        )
+        self._study.add_trial(trial)
+        # The copy in memory has it already.
+        self._synced.add(self._study.get_trials(deepcopy=False)[-1].number)
 
     def complete(self, asked: Asked, ms: float, **attrs: Any) -> None:
         """Records a time; ``attrs`` are stored with the trial."""

@@ -1,0 +1,261 @@
+"""The space and the performance model: reasons, monotone facts, and the order that an H200 measured."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from fa2gen.constraints import default_config, infeasible_reason, smem_plan
+from fa2gen.hardware import get_gpu, list_gpus
+from fa2gen.problem import Problem
+from fa2gen.spec import FwdConfig, KernelSpec
+from fa2gen.tuning.model import Facts, estimate_facts, predict
+from fa2gen.tuning.shortlist import shortlist
+from fa2gen.tuning.space import config_of, grid, legal_space, params_of, register_cap
+
+A100, H200 = get_gpu("a100"), get_gpu("h200")
+GOOD = FwdConfig(softmax="guarded")
+SPEC = KernelSpec()
+
+
+def problem(spec, seqlen, tokens=16384):
+    heads = 2048 // spec.head_dim
+    return Problem(tokens // seqlen, seqlen, seqlen, heads, heads // spec.gqa_ratio)
+
+
+def test_the_space_is_the_legal_part_of_the_grid():
+    for gpu in (A100, H200, get_gpu("rtx-4090")):
+        for head_dim in (64, 128):
+            spec = KernelSpec(head_dim=head_dim)
+            space = legal_space(spec, gpu)
+            assert len(space.configs) >= 24
+            assert all(infeasible_reason(spec, config, gpu.arch) is None for config in space.configs)
+            assert {*space.configs, *(config for config, _ in space.excluded)} == set(grid())
+            assert all(reason for _, reason in space.excluded)
+
+
+def test_exclusions_name_their_limit():
+    reasons = dict(legal_space(SPEC, get_gpu("rtx-3090")).excluded)
+    assert "shared memory" in reasons[FwdConfig(block_n=128, step_n=128, q_in_regs=False)]
+    assert "same code" in reasons[FwdConfig(block_n=32, step_n=32, num_stages=1, min_blocks=2)]
+
+
+def test_params_and_configs_correspond():
+    for config in grid():
+        assert config_of(params_of(config)) == config
+    assert config_of({**params_of(GOOD), "block_n": 64, "step_divisor": 3}) is None
+
+
+def test_space_keys_tell_spaces_apart():
+    assert legal_space(SPEC, A100).key() == legal_space(SPEC, A100).key()
+    assert legal_space(SPEC, A100).key() != legal_space(SPEC, get_gpu("a40")).key()
+
+
+@pytest.mark.parametrize(
+    ("warps", "blocks", "cap"), [(4, 1, 255), (4, 2, 255), (4, 3, 168), (8, 1, 255), (8, 2, 128), (8, 3, 80)]
+)
+def test_register_cap_of_launch_bounds(warps, blocks, cap):
+    assert register_cap(FwdConfig(num_warps=warps, min_blocks=blocks), A100.arch) == cap
+
+
+def test_more_spills_registers_or_shared_memory_never_help():
+    facts = estimate_facts(SPEC, GOOD, H200)
+    for change in (
+        lambda x: Facts(facts.registers, 64 * x, facts.smem_bytes),
+        lambda x: Facts(min(255, 100 + 16 * x), 0, 32768),
+        lambda x: Facts(facts.registers, 0, 16384 * (x + 1)),
+    ):
+        times = [predict(SPEC, GOOD, problem(SPEC, 4096), H200, change(x)).ms for x in range(12)]
+        assert times == sorted(times)
+        assert times[-1] > times[0]
+
+
+def test_a_kernel_that_does_not_fit_has_no_time():
+    prediction = predict(SPEC, GOOD, problem(SPEC, 4096), H200, Facts(255, 0, 300_000))
+    assert (prediction.ms, prediction.blocks_per_sm) == (math.inf, 0)
+
+
+def test_time_follows_the_work():
+    for causal in (False, True):
+        spec = KernelSpec(causal=causal)
+        times = [predict(spec, GOOD, problem(spec, seqlen), A100).ms for seqlen in (512, 1024, 2048, 4096, 8192)]
+        assert times == sorted(times)
+        # At a fixed number of tokens work grows with the length; short problems waste more of it.
+        assert 1.5 < times[-1] / times[-2] < 2.05
+    full, causal_spec = KernelSpec(), KernelSpec(causal=True)
+    ratio = predict(causal_spec, GOOD, problem(SPEC, 8192), A100).ms / predict(full, GOOD, problem(SPEC, 8192), A100).ms
+    assert 0.5 < ratio < 0.65
+
+
+def test_nothing_beats_the_chip():
+    for gpu in list_gpus():
+        for head_dim in (64, 128):
+            spec = KernelSpec(head_dim=head_dim)
+            size = problem(spec, 8192)
+            for config in shortlist(spec, [size], gpu, 3):
+                prediction = predict(spec, config, size, gpu)
+                tflops = size.flops(spec) / prediction.ms / 1e9
+                assert 0.35 * gpu.mma_tflops < tflops < 0.95 * gpu.mma_tflops
+                assert prediction.limit in prediction.shares
+
+
+def test_a_bandwidth_bound_problem_is_bound_by_hbm():
+    decode = Problem(256, 1, 8192, 16, 16)
+    prediction = predict(SPEC, GOOD, decode, A100)
+    assert prediction.ms >= decode.min_bytes(SPEC) / (A100.hbm_gbs * 1e6)
+
+
+def test_a_slower_chip_is_slower():
+    times = [predict(SPEC, GOOD, problem(SPEC, 4096), get_gpu(name)).ms for name in ("h200", "a100", "a30")]
+    assert times == sorted(times)
+
+
+def test_shortlist_is_legal_and_ranked():
+    problems = [problem(SPEC, 512), problem(SPEC, 8192)]
+    best = shortlist(SPEC, problems, A100, 24)
+    assert len(set(best)) == 24
+    assert set(best) <= set(legal_space(SPEC, A100).configs)
+    assert predict(SPEC, best[0], problems[1], A100).ms <= predict(SPEC, best[-1], problems[1], A100).ms
+    assert predict(SPEC, best[0], problems[1], A100).ms < predict(SPEC, default_config(SPEC), problems[1], A100).ms
+    assert shortlist(SPEC, problems, A100, 0) == []
+
+
+# (head_dim, causal, seqlen) -> (block_m, block_n, step_n, num_warps, num_stages, q_in_regs, softmax, min_blocks,
+# registers, spilled bytes, measured ms): bf16, 16k tokens, hidden 2048, on an H200; the fastest three and a sample.
+MEASURED = {
+    (128, False, 512): [
+        (128, 64, 64, 4, 2, False, "guarded", 1, 254, 16, 0.2007),
+        (128, 64, 64, 4, 1, False, "guarded", 1, 254, 0, 0.2088),
+        (128, 32, 32, 4, 3, False, "guarded", 1, 236, 0, 0.2102),
+        (128, 32, 32, 4, 2, False, "guarded", 1, 236, 0, 0.2135),
+        (256, 96, 32, 8, 2, False, "guarded", 1, 236, 0, 0.2277),
+        (256, 64, 32, 8, 3, False, "guarded", 1, 236, 0, 0.2357),
+        (256, 64, 32, 8, 3, True, "guarded", 1, 255, 440, 0.2424),
+        (256, 96, 48, 8, 2, False, "online", 1, 248, 0, 0.2579),
+        (128, 128, 64, 4, 3, False, "guarded", 1, 255, 88, 0.2782),
+        (128, 64, 32, 4, 3, False, "guarded", 1, 236, 0, 0.2959),
+        (128, 32, 32, 8, 2, True, "online", 1, 189, 0, 0.3162),
+    ],
+    (128, False, 4096): [
+        (128, 64, 64, 4, 2, False, "guarded", 1, 254, 16, 1.2908),
+        (128, 64, 32, 4, 2, False, "guarded", 1, 236, 0, 1.3816),
+        (256, 128, 64, 8, 2, False, "guarded", 1, 255, 88, 1.3969),
+        (128, 96, 96, 4, 1, False, "guarded", 1, 255, 272, 1.4177),
+        (256, 96, 32, 8, 3, False, "guarded", 1, 236, 0, 1.4679),
+        (256, 96, 32, 8, 3, True, "guarded", 1, 255, 404, 1.5264),
+        (128, 32, 32, 4, 2, False, "online", 1, 240, 0, 1.5696),
+        (256, 64, 64, 8, 2, False, "online", 1, 255, 0, 1.5960),
+        (128, 64, 64, 4, 3, False, "guarded", 1, 254, 16, 1.7296),
+        (64, 96, 48, 4, 2, True, "online", 1, 202, 0, 1.8096),
+        (128, 96, 32, 8, 2, False, "guarded", 1, 161, 0, 1.9610),
+    ],
+    (128, True, 512): [
+        (128, 64, 64, 4, 1, False, "guarded", 1, 255, 0, 0.1508),
+        (64, 32, 32, 4, 2, True, "guarded", 3, 167, 0, 0.1521),
+        (64, 32, 32, 4, 3, True, "guarded", 3, 167, 0, 0.1532),
+        (128, 64, 32, 4, 2, False, "guarded", 1, 240, 0, 0.1539),
+        (128, 64, 64, 8, 2, False, "guarded", 2, 128, 44, 0.1649),
+        (64, 64, 64, 4, 3, True, "online", 1, 201, 0, 0.1687),
+        (64, 64, 64, 4, 1, True, "online", 1, 204, 0, 0.1771),
+        (256, 64, 64, 8, 2, False, "guarded", 1, 255, 96, 0.1892),
+        (128, 64, 64, 8, 1, True, "guarded", 1, 206, 0, 0.2014),
+        (128, 96, 48, 4, 3, False, "guarded", 1, 255, 0, 0.2100),
+        (256, 96, 32, 8, 3, True, "guarded", 1, 255, 440, 0.2212),
+    ],
+    (128, True, 4096): [
+        (128, 64, 64, 4, 2, False, "guarded", 1, 255, 96, 0.8034),
+        (128, 64, 32, 4, 2, False, "guarded", 1, 240, 0, 0.8065),
+        (128, 32, 32, 4, 2, False, "guarded", 1, 240, 0, 0.8171),
+        (128, 64, 64, 4, 1, False, "guarded", 1, 255, 0, 0.8209),
+        (64, 32, 32, 4, 3, True, "guarded", 3, 167, 0, 0.8687),
+        (256, 64, 64, 8, 3, False, "guarded", 1, 255, 96, 0.9176),
+        (128, 128, 64, 8, 2, True, "guarded", 1, 198, 0, 0.9390),
+        (64, 64, 64, 4, 1, True, "online", 1, 204, 0, 0.9730),
+        (64, 32, 32, 4, 3, True, "online", 1, 194, 0, 1.0099),
+        (128, 32, 32, 4, 3, True, "online", 1, 255, 124, 1.0883),
+        (256, 32, 32, 8, 3, False, "online", 1, 246, 0, 1.1435),
+    ],
+    (64, False, 512): [
+        (128, 96, 48, 4, 2, False, "guarded", 3, 168, 24, 0.2188),
+        (128, 64, 64, 4, 2, False, "guarded", 3, 168, 16, 0.2220),
+        (128, 32, 32, 4, 3, False, "guarded", 3, 164, 0, 0.2223),
+        (128, 64, 32, 4, 3, True, "guarded", 3, 168, 32, 0.2237),
+        (256, 64, 32, 4, 3, False, "guarded", 1, 255, 0, 0.2384),
+        (128, 128, 64, 4, 3, False, "guarded", 1, 222, 0, 0.2432),
+        (256, 128, 32, 4, 2, False, "guarded", 1, 255, 0, 0.2515),
+        (128, 96, 96, 4, 3, False, "guarded", 1, 255, 0, 0.2565),
+        (128, 128, 32, 4, 2, True, "guarded", 1, 190, 0, 0.2634),
+        (128, 128, 32, 8, 2, True, "online", 2, 125, 0, 0.2824),
+        (256, 64, 64, 8, 2, False, "online", 1, 217, 0, 0.3226),
+    ],
+    (64, False, 4096): [
+        (128, 96, 48, 4, 2, False, "guarded", 3, 168, 24, 1.4482),
+        (128, 128, 128, 4, 2, False, "guarded", 1, 255, 24, 1.4681),
+        (128, 128, 64, 4, 2, True, "guarded", 1, 230, 0, 1.4768),
+        (128, 128, 64, 4, 3, True, "guarded", 1, 230, 0, 1.5187),
+        (192, 64, 32, 4, 3, True, "guarded", 1, 249, 0, 1.5498),
+        (192, 64, 64, 4, 3, False, "guarded", 1, 255, 0, 1.5803),
+        (128, 128, 64, 4, 2, False, "guarded", 1, 222, 0, 1.6036),
+        (128, 64, 32, 4, 2, True, "guarded", 1, 188, 0, 1.6404),
+        (64, 32, 32, 4, 2, True, "guarded", 1, 128, 0, 1.6728),
+        (128, 32, 32, 4, 3, False, "guarded", 1, 169, 0, 1.7760),
+        (64, 96, 96, 4, 1, False, "online", 1, 167, 0, 1.9402),
+    ],
+    (64, True, 512): [
+        (128, 32, 32, 4, 3, False, "guarded", 3, 164, 0, 0.1648),
+        (128, 64, 32, 4, 2, False, "guarded", 3, 163, 0, 0.1652),
+        (128, 64, 32, 4, 3, False, "guarded", 3, 164, 0, 0.1653),
+        (128, 32, 32, 4, 2, False, "guarded", 3, 163, 0, 0.1662),
+        (128, 128, 128, 4, 3, False, "guarded", 1, 255, 0, 0.1736),
+        (128, 64, 64, 4, 3, False, "online", 3, 168, 48, 0.1796),
+        (128, 128, 128, 4, 1, False, "online", 1, 255, 0, 0.1886),
+        (64, 64, 64, 4, 2, False, "online", 3, 138, 0, 0.1906),
+        (128, 96, 96, 4, 2, False, "guarded", 1, 255, 8, 0.1920),
+        (128, 128, 32, 4, 3, False, "guarded", 1, 174, 0, 0.1960),
+        (128, 128, 128, 4, 2, True, "online", 1, 255, 800, 0.2244),
+    ],
+    (64, True, 4096): [
+        (128, 128, 64, 4, 3, True, "guarded", 1, 232, 0, 0.8051),
+        (128, 128, 64, 4, 2, True, "guarded", 1, 233, 0, 0.8082),
+        (128, 128, 128, 4, 2, False, "guarded", 1, 255, 16, 0.8128),
+        (128, 96, 96, 4, 3, True, "guarded", 1, 255, 0, 0.8243),
+        (128, 96, 96, 4, 3, False, "guarded", 1, 255, 16, 0.8397),
+        (128, 64, 64, 4, 3, False, "guarded", 3, 168, 16, 0.8535),
+        (128, 128, 32, 4, 2, True, "guarded", 1, 191, 0, 0.8712),
+        (128, 128, 128, 4, 3, True, "guarded", 1, 255, 436, 0.8966),
+        (128, 128, 32, 4, 3, False, "guarded", 1, 174, 0, 0.9354),
+        (256, 128, 32, 8, 2, True, "guarded", 1, 191, 0, 0.9652),
+        (128, 32, 32, 8, 3, False, "guarded", 1, 117, 0, 1.0665),
+    ],
+}
+
+
+def _case(key):
+    head_dim, causal, seqlen = key
+    spec = KernelSpec(head_dim=head_dim, causal=causal)
+    rows = []
+    for *values, registers, spilled, ms in MEASURED[key]:
+        names = ("block_m", "block_n", "step_n", "num_warps", "num_stages", "q_in_regs", "softmax", "min_blocks")
+        config = FwdConfig(**dict(zip(names, values, strict=True)))
+        facts = Facts(registers, spilled, smem_plan(spec, config).total)
+        rows.append((predict(spec, config, problem(spec, seqlen), H200, facts).ms, ms))
+    return rows
+
+
+@pytest.mark.parametrize("key", MEASURED)
+def test_the_model_ranks_as_the_h200_measured(key):
+    rows = _case(key)
+    best = min(ms for _, ms in rows)
+    predicted_best = min(rows)[1]
+    assert predicted_best <= 1.03 * best
+    # Kendall's tau of times that differ by more than the measurement's noise.
+    pairs = [(a, b) for i, a in enumerate(rows) for b in rows[:i] if abs(math.log(a[1] / b[1])) > 0.02]
+    agree = sum((a[0] < b[0]) == (a[1] < b[1]) for a, b in pairs)
+    assert 2 * agree / len(pairs) - 1 > 0.6
+
+
+@pytest.mark.parametrize("key", MEASURED)
+def test_the_model_predicts_what_the_h200_measured(key):
+    errors = [math.log(predicted / ms) for predicted, ms in _case(key)]
+    assert max(map(abs, errors)) < 0.25
