@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import shutil
 import struct
@@ -26,9 +27,12 @@ from fa2gen.spec import FwdConfig, KernelSpec
 # Odd on purpose; 3 batches of 2 key/value heads.
 SEQLEN_Q, SEQLEN_K, BATCH, NUM_HEADS_K = 113, 203, 3, 2
 
-# Enough of the driver for main.cpp to run without a GPU: memory is malloc's, a launch writes down what it was given.
+# Enough of the driver for main.cpp to run without a GPU: memory is malloc's. A launch writes down what it was given,
+# and by the variable STUB does nothing, computes attention ("right"), or leaves out each row's last key ("drops a key").
 STUB_DRIVER = r"""
 #include <cuda.h>
+#include <math.h>
+#include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -49,13 +53,52 @@ CUresult cuModuleGetFunction(CUfunction* f, CUmodule m, const char* name) {
   *f = (CUfunction)strdup(name);
   return CUDA_SUCCESS;
 }
+static float load(CUdeviceptr p, int64_t i, int bf16) {
+  if (!bf16) return (float)((_Float16*)p)[i];
+  uint32_t u = (uint32_t)((uint16_t*)p)[i] << 16;
+  float x;
+  memcpy(&x, &u, 4);
+  return x;
+}
+static void store(CUdeviceptr p, int64_t i, int bf16, float x) {
+  if (!bf16) { ((_Float16*)p)[i] = (_Float16)x; return; }
+  uint32_t u;
+  memcpy(&u, &x, 4);
+  ((uint16_t*)p)[i] = (u + 0x7fff + (u >> 16 & 1)) >> 16;
+}
+static void attend(struct FwdParams p, int bf16, int gqa, int dropped) {
+  const int d = p.q_head_stride;
+  double *w = malloc(8 * p.seqlen_k), *o = malloc(8 * d);
+  for (int b = 0; b < p.batch; b++) for (int h = 0; h < p.num_heads; h++) for (int i = 0; i < p.seqlen_q; i++) {
+    int visible = i + 1 + p.seqlen_k - p.seqlen_q;
+    visible = (visible < 0 ? 0 : visible) - (visible > dropped ? dropped : 0);
+    double sum = 0;
+    memset(o, 0, 8 * d);
+    for (int j = 0; j < visible; j++) {
+      double s = 0;
+      for (int c = 0; c < d; c++)
+        s += (double)load(p.q, b * p.q_batch_stride + i * p.q_row_stride + h * p.q_head_stride + c, bf16) *
+             load(p.k, b * p.k_batch_stride + j * p.k_row_stride + h / gqa * p.k_head_stride + c, bf16);
+      sum += w[j] = exp(s * p.softmax_scale);
+      for (int c = 0; c < d; c++)
+        o[c] += w[j] * load(p.v, b * p.v_batch_stride + j * p.v_row_stride + h / gqa * p.v_head_stride + c, bf16);
+    }
+    for (int c = 0; c < d; c++)
+      store(p.o, b * p.o_batch_stride + i * p.o_row_stride + h * p.o_head_stride + c, bf16, visible ? o[c] / sum : 0);
+    ((float*)p.lse)[(b * p.num_heads + h) * (int64_t)p.seqlen_q + i] = log(sum);
+  }
+  free(w), free(o);
+}
 static int max_smem;
 CUresult cuFuncSetAttribute(CUfunction f, CUfunction_attribute a, int v) { max_smem = v; return CUDA_SUCCESS; }
 CUresult cuLaunchKernel(CUfunction f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
                         unsigned smem, CUstream s, void** arguments, void** extra) {
+  const char *stub = getenv("STUB"), *name = (char*)f;
+  const int gqa = atoi(strstr(name, "gqa") + 3);
+  if (stub) attend(*(struct FwdParams*)arguments[0], !!strstr(name, "bf16"), gqa, *stub == 'd');
   FILE* file = fopen("launches.txt", "a");
   fprintf(file, "%s %u %u %u %u %u %u %u %d ", (char*)f, gx, gy, gz, bx, by, bz, smem, max_smem);
-  for (int i = 0; i < PARAMS_BYTES; i++) fprintf(file, "%02x", ((unsigned char*)arguments[0])[i]);
+  for (int i = 0; i < (int)sizeof(struct FwdParams); i++) fprintf(file, "%02x", ((unsigned char*)arguments[0])[i]);
   fprintf(file, "\n");
   fclose(file);
   return CUDA_SUCCESS;
@@ -92,13 +135,13 @@ def cuda_include() -> Path:
 
 
 @pytest.fixture(scope="module")
-def launches(emitted: Path, manifest: dict[str, Any], cuda_include: Path, tmp_path_factory: Any) -> list[list[str]]:
-    """What main.cpp launched against the stub driver: one list of words per kernel."""
-    build = shutil.copytree(emitted, tmp_path_factory.mktemp("example") / "out")
-    (build / "stub.c").write_text(STUB_DRIVER)
+def example(emitted: Path, manifest: dict[str, Any], cuda_include: Path, tmp_path_factory: Any) -> Path:
+    """A copy of the folder in which main.cpp is built against the stub driver."""
+    build = Path(shutil.copytree(emitted, tmp_path_factory.mktemp("example") / "out"))
+    (struct_text,) = re.findall(r"struct FwdParams \{.*?\};", (build / "main.cpp").read_text(), re.S)
+    (build / "stub.c").write_text(STUB_DRIVER.replace("static float load", f"{struct_text}\nstatic float load", 1))
     subprocess.run(
-        [shutil.which("gcc") or "cc", "-shared", "-fPIC", "-w", f"-I{cuda_include}"]
-        + [f"-DPARAMS_BYTES={FWD_PARAMS.size}", "stub.c", "-o", "libcuda.so"],
+        ["gcc", "-shared", "-fPIC", "-w", "-O1", f"-I{cuda_include}", "stub.c", "-o", "libcuda.so", "-lm"],
         cwd=build, check=True, timeout=120,
     )  # fmt: skip
     # The folder's own Makefile finds cuda.h by itself.
@@ -109,14 +152,36 @@ def launches(emitted: Path, manifest: dict[str, Any], cuda_include: Path, tmp_pa
     )  # fmt: skip
     for kernel in manifest["kernels"]:
         (build / Path(kernel["file"]).with_suffix(".cubin").name).write_bytes(b"stub")
-    done = subprocess.run(
-        ["./attention", *map(str, (SEQLEN_Q, SEQLEN_K, BATCH, NUM_HEADS_K))],
-        cwd=build, capture_output=True, text=True, timeout=240,
-    )  # fmt: skip
-    # The stub computes nothing, and the program must see that: the output keeps its NaN.
+    return build
+
+
+def run_example(folder: Path, *sizes: int, stub: str | None = None) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | ({"STUB": stub} if stub else {})
+    return subprocess.run(
+        ["./attention", *map(str, sizes)], cwd=folder, env=environment, capture_output=True, text=True, timeout=240
+    )
+
+
+@pytest.fixture(scope="module")
+def launches(example: Path, manifest: dict[str, Any]) -> list[list[str]]:
+    """What main.cpp launched: one list of words per kernel."""
+    (example / "launches.txt").unlink(missing_ok=True)
+    done = run_example(example, SEQLEN_Q, SEQLEN_K, BATCH, NUM_HEADS_K)
+    # A launch that does nothing must not pass: the output keeps its NaN.
     assert done.returncode == 1
     assert done.stdout.count("WRONG") == len(manifest["kernels"])
-    return [line.split() for line in (build / "launches.txt").read_text().splitlines()]
+    return [line.split() for line in (example / "launches.txt").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("sizes", [(33, 70, 2, 1), (70, 33, 1, 2)])
+def test_example_tells_right_from_wrong(sizes: tuple[int, ...], example: Path, manifest: dict[str, Any]) -> None:
+    kernels = len(manifest["kernels"])
+    right = run_example(example, *sizes, stub="right")
+    assert right.returncode == 0, right.stdout + right.stderr
+    assert right.stdout.count("ok ") == kernels
+    wrong = run_example(example, *sizes, stub="drops a key")
+    assert wrong.returncode == 1
+    assert wrong.stdout.count("WRONG ") == kernels
 
 
 def test_one_file_per_kernel(emitted: Path, manifest: dict[str, Any]) -> None:
@@ -146,7 +211,7 @@ def test_manifest_describes_the_files(emitted: Path, manifest: dict[str, Any]) -
     assert manifest["target"] == "sm_80"
     for kernel in manifest["kernels"]:
         text = (emitted / kernel["file"]).read_text()
-        assert re.search(rf"__global__ void .*\b{kernel['entry']}\(", text)
+        assert re.search(rf"__global__[^;{{]*\b{kernel['entry']}\(", text)
         assert kernel["template_hash"] == template_hash("fwd", kernel["config"]["family"])
         fields = kernel["parameters"]["fields"]
         assert [field["name"] for field in fields] == [field.name for field in FWD_PARAMS.fields]
