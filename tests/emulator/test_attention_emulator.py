@@ -1,0 +1,77 @@
+"""The public function through the emulator: the generated kernel, run on the CPU."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from fa2gen.constraints import default_config
+from fa2gen.emulator.forward import run_forward
+from fa2gen.gate import check_forward, forward_cases, run_gate
+from fa2gen.runtime import attention, describe
+from fa2gen.spec import FwdConfig, KernelSpec
+
+
+def _inputs(seqlen_q: int, seqlen_k: int, heads_q: int, heads_k: int, d: int, dtype: torch.dtype) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seqlen_q)
+    shapes = ((seqlen_q, heads_q), (seqlen_k, heads_k), (seqlen_k, heads_k))
+    return [torch.randn(1, s, h, d, generator=generator).to(dtype) for s, h in shapes]
+
+
+@pytest.mark.parametrize(
+    ("d", "dtype", "causal", "heads"),
+    [
+        (64, torch.bfloat16, False, (2, 2)),
+        (128, torch.float16, True, (4, 1)),
+        (40, torch.bfloat16, True, (7, 1)),
+        (59, torch.float16, False, (2, 1)),
+    ],
+)
+def test_values(d: int, dtype: torch.dtype, causal: bool, heads: tuple[int, int]) -> None:
+    q, k, v = _inputs(33, 77, *heads, d, dtype)
+    out, lse = attention(q, k, v, causal=causal, return_lse=True, backend="emulator")
+    report = check_forward(out, lse, q, k, v, causal=causal)
+    assert report.passed, report.text
+
+
+def test_copies_views_and_scales() -> None:
+    q, k, v = _inputs(17, 33, 2, 2, 64, torch.bfloat16)
+    transposed = k.transpose(2, 3).contiguous().transpose(2, 3)
+    permuted = v.transpose(1, 2).contiguous().transpose(1, 2)
+    out, lse = attention(q, transposed, permuted, softmax_scale=-0.2, return_lse=True, backend="emulator")
+    assert check_forward(out, lse, q, k, v, causal=False, softmax_scale=-0.2).passed
+    unaligned = torch.zeros(q.numel() + 1).bfloat16()[1:].view(q.shape).copy_(q)
+    assert describe(unaligned, k, v, backend="emulator").spec.alignment == 2
+    out, lse = attention(unaligned, k, v, return_lse=True, backend="emulator")
+    assert check_forward(out, lse, q, k, v, causal=False).passed
+
+
+def test_config_is_obeyed() -> None:
+    q, k, v = _inputs(17, 33, 1, 1, 64, torch.bfloat16)
+    config = FwdConfig(block_m=64, block_n=32, step_n=32, num_warps=4, softmax="guarded")
+    assert describe(q, k, v, backend="emulator", config=config).softmax == "guarded"
+    out = attention(q, k, v, backend="emulator", config=config)
+    assert isinstance(out, Tensor)
+    assert check_forward(out, None, q, k, v, causal=False).passed
+
+
+@pytest.mark.parametrize("softmax", ["online", "guarded"])
+@pytest.mark.parametrize(
+    "spec",
+    [KernelSpec(head_dim=128), KernelSpec(head_dim=64, dtype="fp16", causal=True, gqa_ratio=2)],
+    ids=KernelSpec.slug,
+)
+def test_quick_gate(spec: KernelSpec, softmax: str) -> None:
+    config = default_config(spec)
+    config = FwdConfig(**{**config.canonical(), "softmax": softmax})
+
+    def run(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor]:
+        out, lse, _ = run_forward(spec, config, q, k, v, softmax_scale=softmax_scale)
+        return out, lse
+
+    report = run_gate(spec, config, run, forward_cases(spec, config, budget="quick"))
+    assert report.passed, report.text
+    assert math.isfinite(report.worst)
