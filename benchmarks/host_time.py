@@ -2,9 +2,9 @@
 
     python benchmarks/host_time.py [--calls 200] [--bursts 50] [--no-cold]
 
-Host time is the wall time of issuing calls without waiting for them. The problem is so small that the GPU keeps up, and a
-burst is shorter than the launch queue, so no call waits for a slot. The two take turns, burst by burst; the median over
-bursts is reported with p20 and p80.
+Host time is the wall time of issuing calls without waiting for them. The problem is so small that the GPU keeps up, and
+a burst is shorter than the launch queue, so no call waits for a slot. The calls take turns, burst by burst; the median
+over bursts is reported with p20 and p80.
 """
 
 from __future__ import annotations

@@ -155,21 +155,29 @@ def build_plan(request: Request, config: FwdConfig, *, return_lse: bool, repairs
     # have no context yet and to devices that are not the current one.
     run_kernel, grid, block = kernel.launch, launch.grid, (launch.num_threads, 1, 1)
     tail = launch.params[_POINTER_BYTES:]
-    p, device, dtype = request.problem, request.device, _torch_dtype(request.spec)
-    out_shape = (p.batch, p.seqlen_q, p.num_heads_q, request.spec.head_dim)
-    lse_shape = (p.batch, p.num_heads_q, p.seqlen_q)
+    p, dtype = request.problem, _torch_dtype(request.spec)
+    out_shape, lse_shape = (
+        (p.batch, p.seqlen_q, p.num_heads_q, request.spec.head_dim),
+        (p.batch, p.num_heads_q, p.seqlen_q),
+    )
+    out_strides, lse_strides = (*request.strides["o"], 1), (p.num_heads_q * p.seqlen_q, p.seqlen_q, 1)
     repairs_ptr = 0 if repairs is None else repairs.data_ptr()
-    empty, pack, raw_stream, float32 = torch.empty, _pack_pointers, _raw_stream_function(), torch.float32
+    empty, pack, raw_stream, float32 = (
+        _empty_function(request.device),
+        _pack_pointers,
+        _raw_stream_function(),
+        torch.float32,
+    )
 
     # The parameter bytes are new for every call, so threads may share a plan; one concatenation costs 0.1 us.
     def run(q: Tensor, q_ptr: int, k_ptr: int, v_ptr: int) -> Tensor:
-        out = empty(out_shape, dtype=dtype, device=device)
+        out = empty(out_shape, out_strides, dtype)
         run_kernel(grid, block, pack(q_ptr, k_ptr, v_ptr, out.data_ptr(), 0, repairs_ptr) + tail, raw_stream(index))
         return out
 
     def run_with_lse(q: Tensor, q_ptr: int, k_ptr: int, v_ptr: int) -> tuple[Tensor, Tensor]:
-        out = empty(out_shape, dtype=dtype, device=device)
-        lse = empty(lse_shape, dtype=float32, device=device)
+        out = empty(out_shape, out_strides, dtype)
+        lse = empty(lse_shape, lse_strides, float32)
         pointers = pack(q_ptr, k_ptr, v_ptr, out.data_ptr(), lse.data_ptr(), repairs_ptr)
         run_kernel(grid, block, pointers + tail, raw_stream(index))
         return out, lse
@@ -179,6 +187,19 @@ def build_plan(request: Request, config: FwdConfig, *, return_lse: bool, repairs
 
 def _torch_dtype(spec: KernelSpec) -> torch.dtype:
     return torch.float16 if spec.dtype == "fp16" else torch.bfloat16
+
+
+def _empty_function(device: torch.device) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]:
+    """``(shape, strides, dtype)`` -> uninitialised tensor from torch's allocator, on the device.
+
+    What torch's own compiled code allocates with takes 1.2 us, ``torch.empty_strided`` 1.8, ``torch.empty`` 5; it
+    allocates on the current device, so it serves where there is only one.
+    """
+    fast = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
+    if fast is not None and device.type == "cuda" and torch.cuda.device_count() == 1:
+        return fast  # type: ignore[no-any-return]
+    empty_strided = torch.empty_strided
+    return lambda shape, strides, dtype: empty_strided(shape, strides, dtype=dtype, device=device)
 
 
 def _raw_stream_function() -> Callable[[int], int]:
