@@ -4,8 +4,8 @@ The unit of account is one warp's softmax step: ``step_n`` keys against the warp
 counted from the algorithm; a scheduler's time for it, the SM's shared-memory and exp2 time and the exposed latencies
 give a block's time, the grid's shape gives the kernel's, and the caches and HBM bound it from below.
 
-Constants are fitted on an H200 to 80 configs of each of eight cases (head dims 64 and 128, full and causal, 512 and 4096
-keys, bf16, 16k tokens): the config it ranks first is at most 2 % slower than the fastest, and times of configs within
+Constants are fitted on an H200 to 80 configs of each of eight cases (head dims 64 and 128, full and causal, 512 and
+4096 keys, bf16, 16k tokens): the config it ranks first is at most 2 % slower than the fastest, and times within
 1.7 times the best are off by 5 % (root mean square, each case's mean error taken out). The measured order is held by
 ``tests/unit/test_tuning_model.py``. On other chips the same constants are used with the chip's rates: a prediction, and
 tables say so.

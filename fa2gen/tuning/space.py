@@ -23,7 +23,7 @@ GRID: dict[str, tuple[int | bool | str, ...]] = {
     "block_n": (32, 64, 96, 128),
     # Keys per tile over keys per softmax step: step_n = block_n / step_divisor.
     "step_divisor": (1, 2, 3, 4),
-    "num_warps": (4, 8),
+    "num_warps": (2, 4, 8),
     "num_stages": (1, 2, 3),
     "q_in_regs": (False, True),
     "softmax": SOFTMAXES,
