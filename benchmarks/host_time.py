@@ -29,7 +29,7 @@ from fa2gen.runtime import attention, describe, warmup  # noqa: E402
 # One child process: how long until a kernel that this process has never seen is loaded, and its first call done.
 _CHILD = """
 import time, torch
-from fa2gen.runtime import attention, warmup
+from fa2gen.runtime import warmup
 q = torch.ones(1, 64, 1, {head_dim}, device="cuda").half()
 torch.cuda.synchronize()
 start = time.perf_counter()
@@ -93,7 +93,8 @@ def warm_calls(count: int, bursts: int) -> None:
 def first_calls() -> None:
     """Print the time from a spec never seen to its first result: compiled, then read from the cache."""
     with tempfile.TemporaryDirectory() as cache:
-        environment = {**os.environ, "FA2GEN_CACHE_DIR": cache, "PYTHONPATH": str(REPOSITORY)}
+        path = os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
+        environment = {**os.environ, "FA2GEN_CACHE_DIR": cache, "PYTHONPATH": path}
         for head_dim in (64, 128):
             for label in ("compiled", "from the cache"):
                 done = subprocess.run(

@@ -89,4 +89,4 @@ def attention(
     # A plan's tensors have memory; a stand-in (a fake tensor, a wrapper) may share everything else with them.
     if not (q_ptr and k_ptr and v_ptr):
         return first_call(q, k, v, causal, softmax_scale, return_lse, backend, config)
-    return plan(q, q_ptr, k_ptr, v_ptr)  # type: ignore[no-any-return]
+    return plan(q_ptr, k_ptr, v_ptr)  # type: ignore[no-any-return]

@@ -14,7 +14,7 @@ from fa2gen.hardware import arch_limits
 from fa2gen.reference import attention_forward
 from fa2gen.spec import FwdConfig
 
-from .plan import Plan, build_plan, match_config, remember
+from .plan import build_plan, match_config, remember
 from .request import Request, read_request, refuse_gradients
 from .traced import has_memory, traced_call
 
@@ -55,7 +55,7 @@ def first_call(
         return _emulated(request, q, k, v, return_lse, config)
     plan = build_plan(request, match_config(request, request.device.index, config).config, return_lse=return_lse)
     remember(plan_key(q, k, v, causal, softmax_scale, return_lse, backend, config), plan)
-    return plan(q, q.data_ptr(), k.data_ptr(), v.data_ptr())  # type: ignore[no-any-return]
+    return plan(q.data_ptr(), k.data_ptr(), v.data_ptr())  # type: ignore[no-any-return]
 
 
 def plan_key(
@@ -135,6 +135,3 @@ def emulated_config(request: Request, config: FwdConfig | None) -> FwdConfig:
     if reason is not None:
         raise InfeasibleError(f"config {config.slug()} cannot run {request.spec.slug()} on sm_80: {reason}")
     return config
-
-
-__all__ = ["Plan", "Result", "emulated_config", "first_call", "plan_key"]

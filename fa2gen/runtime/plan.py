@@ -25,8 +25,8 @@ from fa2gen.tables import Match, lookup
 
 from .request import Request
 
-# (q, addresses of q, k, v) -> output, or (output, LSE).
-Plan = Callable[[Tensor, int, int, int], Any]
+# (addresses of q, k, v) -> output, or (output, LSE).
+Plan = Callable[[int, int, int], Any]
 
 # Calls seen before, by everything that decides what is launched. Lengths vary freely in serving, so it is emptied at a
 # cap: refilling an entry takes tens of microseconds.
@@ -170,12 +170,12 @@ def build_plan(request: Request, config: FwdConfig, *, return_lse: bool, repairs
     )
 
     # The parameter bytes are new for every call, so threads may share a plan; one concatenation costs 0.1 us.
-    def run(q: Tensor, q_ptr: int, k_ptr: int, v_ptr: int) -> Tensor:
+    def run(q_ptr: int, k_ptr: int, v_ptr: int) -> Tensor:
         out = empty(out_shape, out_strides, dtype)
         run_kernel(grid, block, pack(q_ptr, k_ptr, v_ptr, out.data_ptr(), 0, repairs_ptr) + tail, raw_stream(index))
         return out
 
-    def run_with_lse(q: Tensor, q_ptr: int, k_ptr: int, v_ptr: int) -> tuple[Tensor, Tensor]:
+    def run_with_lse(q_ptr: int, k_ptr: int, v_ptr: int) -> tuple[Tensor, Tensor]:
         out = empty(out_shape, out_strides, dtype)
         lse = empty(lse_shape, lse_strides, float32)
         pointers = pack(q_ptr, k_ptr, v_ptr, out.data_ptr(), lse.data_ptr(), repairs_ptr)

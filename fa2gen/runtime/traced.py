@@ -54,7 +54,14 @@ def traced_call(
     return (out, lse) if return_lse else out
 
 
-@torch.library.custom_op("fa2gen::attention_fwd", mutates_args=())
+# Spelt out: torch before 2.6 cannot infer a schema from annotations that are strings.
+_SCHEMA = (
+    "(Tensor q, Tensor k, Tensor v, bool causal, float? softmax_scale, bool return_lse, str backend)"
+    " -> (Tensor, Tensor)"
+)
+
+
+@torch.library.custom_op("fa2gen::attention_fwd", mutates_args=(), schema=_SCHEMA)
 def attention_fwd(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, softmax_scale: float | None, return_lse: bool, backend: str
 ) -> tuple[Tensor, Tensor]:

@@ -124,7 +124,7 @@ def gate_runner(spec: KernelSpec, config: FwdConfig, device: torch.device) -> Ru
         # The allocator hands the blocks of these two out again.
         poison = (torch.full_like(q, math.nan), torch.full((q.shape[:3].numel(),), math.nan, device=q.device))
         del poison
-        out, lse = plan(q, q.data_ptr(), k.data_ptr(), v.data_ptr())
+        out, lse = plan(q.data_ptr(), k.data_ptr(), v.data_ptr())
         return out, lse
 
     return run
