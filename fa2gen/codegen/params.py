@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from functools import cached_property
 
 # C type -> (struct code, size and alignment in bytes). All fields are naturally aligned, as in C++.
 _TYPES = {"pointer": ("Q", 8), "i64": ("q", 8), "int": ("i", 4), "float": ("f", 4)}
@@ -34,20 +35,24 @@ class ParamStruct:
     name: str
     fields: tuple[Field, ...]
 
-    @property
+    @cached_property
     def format(self) -> str:
         """``struct`` format of the packed bytes, little-endian, without padding."""
         return "<" + "".join(_TYPES[field.kind][0] for field in self.fields)
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Bytes; a multiple of 8, so that it equals C++'s sizeof."""
         return struct.calcsize(self.format)
 
-    @property
+    @cached_property
     def pointers(self) -> tuple[str, ...]:
         """Names of the pointer fields, which lead the struct: pointer i lies at byte 8 * i."""
         return tuple(field.name for field in self.fields if field.kind == "pointer")
+
+    @cached_property
+    def _defaults(self) -> dict[str, int | None]:
+        return {field.name: 0 if field.kind == "pointer" else None for field in self.fields}
 
     def declaration(self) -> str:
         """The C++ declaration, one commented field a line."""
@@ -63,11 +68,13 @@ class ParamStruct:
         Raises:
             KeyError: A field that is not a pointer is missing.
         """
-        unknown = set(values) - {field.name for field in self.fields}
-        if unknown:
-            raise KeyError(f"{self.name} has no field {', '.join(sorted(unknown))}")
-        ordered = [values.get(f.name, 0) if f.kind == "pointer" else values[f.name] for f in self.fields]
-        return struct.pack(self.format, *ordered)
+        merged = {**self._defaults, **values}
+        if len(merged) != len(self.fields):
+            raise KeyError(f"{self.name} has no field {', '.join(sorted(set(merged) - set(self._defaults)))}")
+        missing = [name for name, value in merged.items() if value is None]
+        if missing:
+            raise KeyError(f"{self.name} needs {', '.join(missing)}")
+        return struct.pack(self.format, *merged.values())
 
 
 def _strides(tensor: str) -> tuple[Field, ...]:
