@@ -190,7 +190,7 @@ class TuningStudy:
         if config in self.times() or config in self.failures():
             return False
         with _quietly():
-            self._study.enqueue_trial(params, skip_if_exists=True)
+            self._study.enqueue_trial(params)
         return True
 
     def ask(self) -> Asked | None:
