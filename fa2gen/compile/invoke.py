@@ -23,6 +23,9 @@ from .nvcc import CUBIN_NAME, SOURCE_NAME, Nvcc, nvcc_command, nvcc_options
 #: A kernel takes 1 to 3 s; a compiler that needs longer than this hangs.
 TIMEOUT_SECONDS = 600.0
 
+# See the file. Put beside the source, it is found before the toolkit's own.
+_RUNTIME_HEADER = Path(__file__).with_name("cuda_runtime.h")
+
 _NO_HOST_COMPILER = re.compile(
     r"Failed to preprocess host compiler|(?:gcc|g\+\+|cc1plus): (?:command )?not found"
     r"|No such file or directory.*\bgcc\b",
@@ -89,25 +92,36 @@ def run_nvcc(text: str, target: str, nvcc: Nvcc, processes: Processes | None = N
     processes = processes or Processes()
     with tempfile.TemporaryDirectory(prefix="fa2gen-", ignore_cleanup_errors=True) as folder:
         Path(folder, SOURCE_NAME).write_text(text)
-        try:
-            process = processes.start(nvcc_command(nvcc, target), folder)
-        except OSError as error:
-            raise ToolchainError(f"{nvcc.path} does not run: {error}") from error
-        try:
-            log, _ = process.communicate(timeout=TIMEOUT_SECONDS)
-        except subprocess.TimeoutExpired:
-            raise CompileError(f"nvcc took longer than {TIMEOUT_SECONDS:.0f} s for {target} and was stopped") from None
-        finally:
-            if process.poll() is None:
-                end_process(process)
-                process.communicate()
-            processes.forget(process)
+        shutil.copy(_RUNTIME_HEADER, folder)
+        command = nvcc_command(nvcc, target)
+        status, log = _run([*command, "-I."], folder, target, nvcc, processes)
+        if status != 0 and not processes.stopped:
+            # The source is wrong, or this nvcc wants more of the header: its own words, either way.
+            status, log = _run(command, folder, target, nvcc, processes)
         if processes.stopped:
             raise CompileError("the compilation was cancelled", log)
         cubin = Path(folder, CUBIN_NAME)
-        if process.returncode != 0 or not cubin.is_file():
-            raise compile_failure(nvcc, target, process.returncode, log)
+        if status != 0 or not cubin.is_file():
+            raise compile_failure(nvcc, target, status, log)
         return cubin.read_bytes(), log
+
+
+def _run(command: list[str], folder: str, target: str, nvcc: Nvcc, processes: Processes) -> tuple[int, str]:
+    """Exit status and output of one run of nvcc."""
+    try:
+        process = processes.start(command, folder)
+    except OSError as error:
+        raise ToolchainError(f"{nvcc.path} does not run: {error}") from error
+    try:
+        log, _ = process.communicate(timeout=TIMEOUT_SECONDS)
+    except subprocess.TimeoutExpired:
+        raise CompileError(f"nvcc took longer than {TIMEOUT_SECONDS:.0f} s for {target} and was stopped") from None
+    finally:
+        if process.poll() is None:
+            end_process(process)
+            process.communicate()
+        processes.forget(process)
+    return process.returncode, log
 
 
 def compile_failure(nvcc: Nvcc, target: str, status: int, log: str) -> CompileError | ToolchainError:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import subprocess
 
 import pytest
 
 from fa2gen.codegen import render_kernel
-from fa2gen.compile import CompiledKernel, compile_many
+from fa2gen.compile import CompiledKernel, compile_many, find_nvcc, nvcc_command
+from fa2gen.compile.nvcc import CUBIN_NAME, SOURCE_NAME
 from fa2gen.constraints import default_config, estimate_registers, infeasible_reason
 from fa2gen.hardware import arch_limits, occupancy
 from fa2gen.spec import FwdConfig, KernelSpec
@@ -82,3 +84,12 @@ def test_fast_configs_do_not_spill_in_their_loops(compiled):
     for kernel, (_, config, _) in zip(compiled, GRID, strict=True):
         if config in (FAST_128, FAST_64):
             assert kernel.resources.spill_store_bytes <= 64, (kernel.source.entry, kernel.target, kernel.resources)
+
+
+def test_plain_nvcc_makes_the_same_bytes(compiled, tmp_path):
+    """An emitted file compiled by hand is the kernel that was tuned: the build's stand-in header changes no byte."""
+    nvcc = find_nvcc()
+    for kernel in compiled[:3]:
+        (tmp_path / SOURCE_NAME).write_text(kernel.source.text)
+        subprocess.run(nvcc_command(nvcc, kernel.target), cwd=tmp_path, check=True, capture_output=True)
+        assert (tmp_path / CUBIN_NAME).read_bytes() == kernel.cubin, kernel.source.entry
