@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     "--trials",
     type=click.IntRange(min=0),
     metavar="N",
-    help="Configs to try: measured, for each kernel and size [default: 48]; predicted, to compile for each kernel"
+    help="Configs to try: measured, for each kernel and size [default: 40]; predicted, to compile for each kernel"
     " [default: 24].",
 )
 @click.option(
