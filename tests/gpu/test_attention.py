@@ -168,7 +168,7 @@ class TestLimits:
     @pytest.mark.parametrize("seqlen_k", [1 << 22, (1 << 22) - 128])
     @pytest.mark.parametrize("causal", [False, True])
     def test_very_long_keys(self, seqlen_k: int, causal: bool) -> None:
-        """Every query's weight lies on one key (its logit is 45, the others' standard deviation 4), all over the length.
+        """Every query's weight lies on one key (its logit is 45, the others' deviation 4), spread over the length.
 
         Not noise alone: a mean over 2^22 keys is 2^18 additions in the tensor core, which truncates, and that error
         reaches the tolerance by itself (see the README's limits).

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import struct
 import subprocess
 import sys
@@ -249,25 +248,6 @@ def test_second_device(kernel: LoadedKernel) -> None:
         torch.cuda.synchronize(1)
         assert torch.cuda.current_device() == 0
     assert torch.equal(out.cpu(), torch.arange(1025) * 2 + 1)
-
-
-@pytest.mark.parametrize("side", [False, True])
-def test_host_time_of_a_launch(kernel: LoadedKernel, side: bool) -> None:
-    stream = torch.cuda.Stream().cuda_stream if side else 0
-    params, grid, block = struct.pack("Pifq", 0, 0, 0.0, 0), (1, 1, 1), (THREADS, 1, 1)
-    times = []
-    gc.disable()
-    try:
-        for _ in range(50):
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            for _ in range(100):  # fits the driver's queue: nothing waits
-                kernel.launch(grid, block, params, stream)
-            times.append((time.perf_counter() - start) / 100)
-    finally:
-        gc.enable()
-    # The driver's own share is 2 to 4 µs; ours may be 5.
-    assert sorted(times)[len(times) // 2] < 9e-6
 
 
 def run_child(code: str) -> subprocess.CompletedProcess[str]:
