@@ -170,7 +170,14 @@ def main(
                 q = torch.empty(problem.batch, length, heads, head_dim, device="cuda", dtype=DTYPES[dtype])
                 kv = torch.empty(problem.batch, length, heads // gqa, head_dim, device="cuda", dtype=DTYPES[dtype])
                 chosen = describe(q, kv, kv, causal=causal)
-                rows.append({"spec": spec.canonical(), "seqlen": length, "config": chosen.config.slug() if chosen.config else None, "cells": cell})
+                rows.append(
+                    {
+                        "spec": spec.canonical(),
+                        "seqlen": length,
+                        "config": chosen.config.slug() if chosen.config else None,
+                        "cells": cell,
+                    }
+                )
             for name in calls:
                 figures = [row["cells"].get(name) for row in rows[-len(seqlen) :]]
                 click.echo(f"  {name:8s}" + " ".join(f"{f['tflops']:6.0f}" if f else "     -" for f in figures))
