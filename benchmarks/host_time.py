@@ -108,7 +108,7 @@ def first_calls() -> None:
                 )
                 first, second = (1e3 * float(line) for line in done.stdout.split())
                 print(
-                    f"spec to loaded kernel, head_dim {head_dim}, {label}: first of the process {first:.0f} ms, next {second:.0f} ms"
+                    f"spec to loaded kernel, head_dim {head_dim}, {label}: {first:.0f} ms, the next one {second:.0f} ms"
                 )
 
 
