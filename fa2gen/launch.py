@@ -22,11 +22,14 @@ POINTERS = FWD_PARAMS.pointers
 # Threads that copy one 128-byte panel row of K or V together (templates/sm80/tile.cuh).
 _THREADS_PER_ROW = 8
 _MAX_GRID_X = 2**31 - 1
-# Key and query indices are 32-bit in the kernel, and a tile may reach 256 beyond the end.
-_MAX_SEQLEN = 2**31 - 512
+# Key and query indices are 32-bit in the kernel. A query tile of up to 1024 rows and a key tile of up to 256 may reach
+# beyond the end together (the last key that a query tile sees, rounded up to whole key tiles).
+_MAX_SEQLEN = 2**31 - 2048
 # The kernel multiplies scores by scale_log2 even where softmax_scale is 0. A positive value this small makes every
-# exponent 0 for any finite score, while -inf, a masked score, stays -inf (0 * -inf would be NaN).
-_SMALLEST_SCALE = 2.0**-120
+# exponent 0 for any finite score (2^128 * 2^-149 = 2^-21), while -inf, a masked score, stays -inf (0 * -inf would be
+# NaN). It is float32's smallest number; neither the GPU's fma and mul nor the emulator's flush it.
+_SMALLEST_SCALE = 2.0**-149
+_FLOAT32_MAX = 2.0**128 - 2.0**104
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,7 @@ def fwd_plan(
         spec, config: The kernel.
         problem: Sizes; batch, num_heads_q and seqlen_q at least 1 (an empty output needs no launch).
         strides: For ``"q"``, ``"k"``, ``"v"`` and ``"o"``: element strides of (batch, row, head).
-        softmax_scale: At least 0 and finite.
+        softmax_scale: At least 0; log2(e) times it is finite in float32.
         l2_bytes: The chip's L2, for the order of the blocks; any value is right.
 
     Raises:
@@ -90,6 +93,10 @@ def fwd_plan(
         raise ArgumentError(f"the kernel has gqa_ratio {spec.gqa_ratio}, the problem {problem.gqa_ratio}")
     if not (math.isfinite(softmax_scale) and softmax_scale >= 0):
         raise ArgumentError(f"softmax_scale must be finite and at least 0 here, got {softmax_scale}")
+    if softmax_scale * math.log2(math.e) > _FLOAT32_MAX:
+        raise UnsupportedError(
+            f"softmax_scale {softmax_scale} is too large: kernels take up to {_FLOAT32_MAX / math.log2(math.e):.4g}"
+        )
     for name in ("seqlen_q", "seqlen_k"):
         if getattr(problem, name) > _MAX_SEQLEN:
             raise UnsupportedError(f"{name} {getattr(problem, name)} is above {_MAX_SEQLEN}")

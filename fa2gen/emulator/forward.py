@@ -67,7 +67,7 @@ def run_forward(
 
     kernel = build(render_kernel(spec, config, "host"))
     # (batch, row, head): the order of a (batch, seqlen, heads, head_dim) tensor's own strides.
-    strides = {name: (t.stride(0), t.stride(1), t.stride(2)) for name, t in (("q", q), ("k", k), ("v", v), ("o", out))}
+    strides = {name: _used_strides(t) for name, t in (("q", q), ("k", k), ("v", v), ("o", out))}
     plan = fwd_plan(spec, config, problem, strides=strides, softmax_scale=softmax_scale, l2_bytes=_L2_BYTES)
     output = _tensor_buffer("o", out, output=True)
     repairs = np.zeros(1, np.uint32)
@@ -104,6 +104,12 @@ def _problem(spec: KernelSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     if k.shape != v.shape or k.shape[0] != q.shape[0]:
         raise ArgumentError(f"k and v must have one shape and q's batch: {tuple(k.shape)}, {tuple(v.shape)}")
     return Problem(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2])
+
+
+def _used_strides(tensor: torch.Tensor) -> tuple[int, int, int]:
+    """(batch, row, head); 0 for an axis of one element, whose stride is arbitrary and may be odd."""
+    batch, row, head = (s if n > 1 else 0 for n, s in zip(tensor.shape[:3], tensor.stride()[:3], strict=True))
+    return batch, row, head
 
 
 def _bits(tensor: torch.Tensor) -> np.ndarray:

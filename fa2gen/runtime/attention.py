@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from fa2gen.spec import FwdConfig
 
@@ -14,6 +15,7 @@ from .traced import traced_call
 
 _is_compiling = torch.compiler.is_compiling
 _is_grad_enabled = torch.is_grad_enabled
+_num_dispatch_modes = torch._C._len_torch_dispatch_stack
 
 
 def attention(
@@ -34,12 +36,12 @@ def attention(
 
     Args:
         q: (batch, seqlen_q, num_heads_q, head_dim), fp16 or bf16, head_dim 1 to 128. Any strides; a tensor whose last
-            dimension is not contiguous is copied first. Bases or strides that are not multiples of 16 bytes, and head
-            dims that are not multiples of 8, run a kernel that moves single elements.
+            dimension is not contiguous, or that negates what it views, is copied first. Bases or strides that are not
+            multiples of 16 bytes, and head dims that are not multiples of 8, run a kernel that moves single elements.
         k, v: (batch, seqlen_k, num_heads_k, head_dim), dtype and device of q. num_heads_q is a multiple of num_heads_k;
             query head h reads key/value head ``h // (num_heads_q // num_heads_k)``.
         causal: Query i sees key j iff ``j <= i + seqlen_k - seqlen_q`` (bottom-right alignment).
-        softmax_scale: Any finite number; None is ``1 / sqrt(head_dim)``. For a negative one q is negated, a copy.
+        softmax_scale: Any finite number (kernels: up to 2.3e38); None is ``1 / sqrt(head_dim)``. For a negative one q is negated, a copy.
         return_lse: Also return the log-sum-exp of each row's scaled scores.
         backend: ``"auto"``: ``"cuda"`` for CUDA tensors, ``"reference"`` (float64) for CPU tensors. ``"emulator"`` runs
             the generated kernel on the CPU.
@@ -48,6 +50,10 @@ def attention(
     Returns:
         Output, a new contiguous tensor shaped like q in its dtype; with ``return_lse`` also the natural-log LSE,
         (batch, num_heads_q, seqlen_q) float32. A query that sees no key has output 0 and LSE -inf.
+
+        NaN or infinity in keys that a query does not see leaves its output alone. So it does in values beyond the end
+        of v, but under a causal mask a kernel multiplies hidden values by a weight of 0, and 0 * NaN is NaN in up to
+        one tile of earlier queries (the reference backend keeps them out).
 
     Raises:
         ArgumentError: An argument is not legal; the message names it. Raised before anything is launched.
@@ -84,9 +90,10 @@ def attention(
     # A call not seen before, an argument that is no tensor or not hashable, a tensor without memory.
     except (KeyError, AttributeError, TypeError, RuntimeError):
         return first_call(q, k, v, causal, softmax_scale, return_lse, backend, config)
-    if (q.requires_grad or k.requires_grad or v.requires_grad) and _is_grad_enabled():
+    if _is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         refuse_gradients(q, k, v)
     # A plan's tensors have memory; a stand-in (a fake tensor, a wrapper) may share everything else with them.
-    if not (q_ptr and k_ptr and v_ptr):
+    # Forward-mode differentiation and dispatch modes cannot see a launch.
+    if not (q_ptr and k_ptr and v_ptr) or forward_ad._current_level >= 0 or _num_dispatch_modes():
         return first_call(q, k, v, causal, softmax_scale, return_lse, backend, config)
     return plan(q_ptr, k_ptr, v_ptr)  # type: ignore[no-any-return]

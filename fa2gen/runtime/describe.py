@@ -116,7 +116,7 @@ def describe_request(request: Request, config: FwdConfig | None) -> Description:
 
 
 def _copies(request: Request) -> tuple[str, ...]:
-    copies = [f"{name}: its last dimension is not contiguous" for name in request.copied]
+    copies = [f"{name}: {reason}" for name, reason in request.copied.items()]
     if request.softmax_scale < 0:
         copies.append("q: negated, since softmax_scale is negative")
     # The reference reads any strides and takes any scale.

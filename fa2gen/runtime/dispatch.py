@@ -15,8 +15,8 @@ from fa2gen.reference import attention_forward
 from fa2gen.spec import FwdConfig
 
 from .plan import build_plan, match_config, remember
-from .request import Request, read_request, refuse_gradients
-from .traced import has_memory, traced_call
+from .request import Request, read_flag, read_request, refuse_gradients
+from .traced import has_memory, is_observed, traced_call
 
 # The emulator runs what an sm_80 chip would.
 EMULATED_CAPABILITY = (8, 0)
@@ -35,13 +35,11 @@ def first_call(
     config: FwdConfig | None,
 ) -> Result:
     """Serve a call for which there is no plan; see :func:`fa2gen.runtime.attention`."""
-    if not has_memory(q, k, v):
+    if not has_memory(q, k, v) or is_observed():
         return traced_call(q, k, v, causal, softmax_scale, return_lse, backend, config)
     request = read_request(q, k, v, causal=causal, softmax_scale=softmax_scale, backend=backend)
-    if return_lse not in (True, False):
-        raise ArgumentError(f"return_lse must be True or False, got {return_lse!r}")
-    if torch.is_grad_enabled():
-        refuse_gradients(q, k, v)
+    return_lse = read_flag("return_lse", return_lse)
+    refuse_gradients(q, k, v)
     if request.backend == "reference":
         if config is not None:
             raise ArgumentError("config has no meaning for the reference backend; give backend='cuda' or 'emulator'")
@@ -54,7 +52,11 @@ def first_call(
     if request.backend == "emulator":
         return _emulated(request, q, k, v, return_lse, config)
     plan = build_plan(request, match_config(request, request.device.index, config).config, return_lse=return_lse)
-    remember(plan_key(q, k, v, causal, softmax_scale, return_lse, backend, config), plan)
+    # A negated view of a head_dim of 1 may agree in shape and strides with a tensor that needs no copy.
+    if request.spec.head_dim > 1:
+        # Values as read: what the caller passed may be an array, which cannot be a key, or a tensor, which may change.
+        given = None if softmax_scale is None else request.softmax_scale
+        remember(plan_key(q, k, v, request.spec.causal, given, return_lse, backend, config), plan)
     return plan(q.data_ptr(), k.data_ptr(), v.data_ptr())  # type: ignore[no-any-return]
 
 

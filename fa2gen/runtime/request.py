@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from fa2gen.errors import ArgumentError, UnsupportedError
 from fa2gen.problem import Problem
@@ -30,7 +31,7 @@ class Request:
         softmax_scale: Finite, any sign.
         backend: ``"cuda"``, ``"emulator"`` or ``"reference"``.
         device: Of all three tensors.
-        copied: Names of the tensors that have to be copied because their last dimension is not contiguous.
+        copied: Tensors that have to be copied, by name, and why.
         strides: Element strides (batch, row, head) of q, k, v as given and of the new output; 0 where an extent is 1.
     """
 
@@ -39,7 +40,7 @@ class Request:
     softmax_scale: float
     backend: str
     device: torch.device
-    copied: tuple[str, ...]
+    copied: dict[str, str]
     strides: Strides
 
     @property
@@ -62,26 +63,25 @@ def read_request(
     for name, x in tensors.items():
         _check_tensor(name, x)
     _check_alike(tensors)
-    if causal not in (True, False):
-        raise ArgumentError(f"causal must be True or False, got {causal!r}")
+    causal = read_flag("causal", causal)
     batch, seqlen_q, num_heads_q, head_dim = q.shape
     _, seqlen_k, num_heads_k, _ = k.shape
     problem = _problem(batch, seqlen_q, seqlen_k, num_heads_q, num_heads_k)
-    copied = tuple(name for name, x in tensors.items() if _needs_copy(x))
+    copied = {name: reason for name, x in tensors.items() if (reason := _copy_reason(x))}
     strides = {name: _strides(x) for name, x in tensors.items()}
     strides["o"] = (seqlen_q * num_heads_q * head_dim, num_heads_q * head_dim, head_dim)
     if head_dim == 0:
         raise ArgumentError("q, k and v have head_dim 0; 1 to 128 are supported")
     scale = _scale(softmax_scale, head_dim)
     # A copy (q is copied to be negated for a negative scale) lies in new, aligned memory.
-    replaced = (*copied, "q") if scale < 0 else copied
+    replaced = {*copied, "q"} if scale < 0 else copied
     vectors = head_dim % 8 == 0 and all(
         name in replaced or _is_aligned(x, strides[name]) for name, x in tensors.items()
     )
     spec = KernelSpec(
         head_dim=head_dim,
         dtype=DTYPE_NAMES[q.dtype],
-        causal=bool(causal),
+        causal=causal,
         gqa_ratio=max(1, problem.gqa_ratio),
         alignment=16 if vectors else 2,
     )
@@ -92,7 +92,8 @@ def _check_tensor(name: str, x: Any) -> None:
     if not isinstance(x, Tensor):
         raise ArgumentError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
     if x.layout is not torch.strided or x.is_nested:
-        raise ArgumentError(f"{name} must be a dense (strided) tensor, got layout {x.layout}")
+        form = "a nested tensor" if x.is_nested else f"layout {x.layout}"
+        raise ArgumentError(f"{name} must be a dense (strided) tensor, got {form}")
     if x.dim() != 4:
         raise ArgumentError(f"{name} must be (batch, seqlen, heads, head_dim), got shape {tuple(x.shape)}")
     if x.dtype not in DTYPE_NAMES:
@@ -126,18 +127,41 @@ def _problem(batch: int, seqlen_q: int, seqlen_k: int, num_heads_q: int, num_hea
     return Problem(int(batch), int(seqlen_q), int(seqlen_k), int(num_heads_q), int(num_heads_k))
 
 
+def read_flag(name: str, value: Any) -> bool:
+    """True or False, also where it is spelt 1, 0 or ``numpy.True_``.
+
+    Raises:
+        ArgumentError: It is anything else.
+    """
+    try:
+        if value in (True, False):
+            return bool(value)
+    except (RuntimeError, TypeError, ValueError):  # arrays and tensors of several elements have no truth value
+        pass
+    raise ArgumentError(f"{name} must be True or False, got {value!r}")
+
+
 def _scale(softmax_scale: Any, head_dim: int) -> float:
     if softmax_scale is None:
         return 1.0 / math.sqrt(head_dim)
-    if not isinstance(softmax_scale, numbers.Real):
+    require_number(softmax_scale)
+    try:
+        scale = float(softmax_scale)
+    except OverflowError:
+        scale = math.inf
+    if not math.isfinite(scale):
+        raise ArgumentError(f"softmax_scale must be finite, got {scale}")
+    return scale
+
+
+def require_number(softmax_scale: Any) -> None:
+    """Raise unless ``softmax_scale`` is a real number, a symbolic one of a traced program included."""
+    if not isinstance(softmax_scale, (numbers.Real, torch.SymFloat, torch.SymInt)):
         raise ArgumentError(f"softmax_scale must be a number or None, got {type(softmax_scale).__name__}")
-    if not math.isfinite(softmax_scale):
-        raise ArgumentError(f"softmax_scale must be finite, got {softmax_scale}")
-    return float(softmax_scale)
 
 
 def _backend(backend: str, device: torch.device) -> str:
-    if backend not in BACKENDS:
+    if not isinstance(backend, str) or backend not in BACKENDS:
         raise ArgumentError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
     if device.type not in ("cuda", "cpu"):
         raise ArgumentError(f"q, k and v are on device {device}; cuda and cpu are supported")
@@ -150,9 +174,11 @@ def _backend(backend: str, device: torch.device) -> str:
     return backend
 
 
-def _needs_copy(x: Tensor) -> bool:
-    # A pending negation (the imaginary part of a conjugate) goes with the copy: such views have a last stride of 2.
-    return x.shape[3] > 1 and x.stride(3) != 1
+def _copy_reason(x: Tensor) -> str | None:
+    if x.shape[3] > 1 and x.stride(3) != 1:
+        return "its last dimension is not contiguous"
+    # Such as the imaginary part of a conjugate: memory holds the values before the negation.
+    return "it is a view that negates" if x.is_neg() else None
 
 
 def _strides(x: Tensor) -> tuple[int, int, int]:
@@ -169,10 +195,19 @@ def refuse_gradients(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Raise where autograd would have to differentiate the call.
 
     Raises:
-        UnsupportedError: Grad mode is on and an input requires grad.
+        UnsupportedError: Grad mode is on and an input requires grad, or an input carries a forward-mode tangent.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.requires_grad:
+        if x.requires_grad and torch.is_grad_enabled():
             raise UnsupportedError(
                 f"{name} requires grad, but this version has no backward: call under torch.no_grad() or detach it"
             )
+        if forward_ad._current_level >= 0 and _has_tangent(x):
+            raise UnsupportedError(f"{name} carries a forward-mode tangent, but this version has no derivative")
+
+
+def _has_tangent(x: Tensor) -> bool:
+    try:
+        return forward_ad.unpack_dual(x).tangent is not None
+    except RuntimeError:  # wrapped by vmap: nobody can say
+        return True

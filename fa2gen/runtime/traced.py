@@ -5,13 +5,16 @@ Eager calls do not pass through it: torch's dispatcher would add some 10 us of h
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from fa2gen.errors import ArgumentError, UnsupportedError
 from fa2gen.spec import FwdConfig
 
-from .request import refuse_gradients
+from .request import read_flag, refuse_gradients, require_number
 
 
 def has_memory(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -31,6 +34,14 @@ def _has_memory(x: Tensor) -> bool:
         return False
 
 
+def is_observed() -> bool:
+    """Whether a dispatch mode (make_fx, a flop counter) or ``torch.jit.trace`` follows this thread's operators.
+
+    They would see an output come into being, but not the launch that fills it: the call has to be an operator.
+    """
+    return torch._C._len_torch_dispatch_stack() > 0 or torch._C._get_tracing_state() is not None
+
+
 def traced_call(
     q: Tensor,
     k: Tensor,
@@ -47,10 +58,12 @@ def traced_call(
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise ArgumentError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-    if torch.is_grad_enabled():
-        refuse_gradients(q, k, v)
-    scale = None if softmax_scale is None else float(softmax_scale)
-    out, lse = torch.ops.fa2gen.attention_fwd(q, k, v, bool(causal), scale, bool(return_lse), backend)
+    refuse_gradients(q, k, v)
+    causal, return_lse = read_flag("causal", causal), read_flag("return_lse", return_lse)
+    if softmax_scale is not None:
+        require_number(softmax_scale)
+        softmax_scale = float(softmax_scale)
+    out, lse = torch.ops.fa2gen.attention_fwd(q, k, v, causal, softmax_scale, return_lse, backend)
     return (out, lse) if return_lse else out
 
 
@@ -68,7 +81,9 @@ def attention_fwd(
     """:func:`fa2gen.runtime.attention` with positional arguments; without ``return_lse`` the LSE has no elements."""
     from .attention import attention
 
-    result = attention(q, k, v, causal=causal, softmax_scale=softmax_scale, return_lse=return_lse, backend=backend)
+    # Whoever observes has seen the operator; what it does inside is not for them.
+    with _disable_current_modes() if is_observed() else contextlib.nullcontext():
+        result = attention(q, k, v, causal=causal, softmax_scale=softmax_scale, return_lse=return_lse, backend=backend)
     if isinstance(result, tuple):
         return result
     return result, q.new_empty((0,), dtype=torch.float32)

@@ -8,9 +8,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import fa2gen
 import fa2gen.runtime.attention
@@ -162,6 +165,18 @@ BAD: dict[str, tuple[tuple[Any, Any, Any], dict[str, Any], type[Exception], str]
     "infinite scale": ((Q, K, V), {"softmax_scale": math.inf}, ArgumentError, "softmax_scale must be finite"),
     "scale text": ((Q, K, V), {"softmax_scale": "1"}, ArgumentError, "softmax_scale must be a number"),
     "scale list": ((Q, K, V), {"softmax_scale": [1]}, ArgumentError, "softmax_scale must be a number"),
+    "a scale beyond any float": ((Q, K, V), {"softmax_scale": 10**400}, ArgumentError, "softmax_scale must be finite"),
+    "a scale beyond float32": (
+        (Q, K, V),
+        {"softmax_scale": -1e39, "backend": "emulator"},
+        UnsupportedError,
+        "softmax_scale .* too large",
+    ),
+    "a causal array": ((Q, K, V), {"causal": np.array([True, False])}, ArgumentError, "causal must be"),
+    "a causal tensor": ((Q, K, V), {"causal": torch.ones(2)}, ArgumentError, "causal must be"),
+    "a return_lse array": ((Q, K, V), {"return_lse": np.ones(2)}, ArgumentError, "return_lse must be"),
+    "a backend array": ((Q, K, V), {"backend": np.array(["auto", "cuda"])}, ArgumentError, "backend must be"),
+    "nested": ((torch.nested.nested_tensor([Q[0], Q[1]]), K, V), {}, ArgumentError, "q must be a dense.*nested"),
     "causal text": ((Q, K, V), {"causal": "yes"}, ArgumentError, "causal must be"),
     "return_lse text": ((Q, K, V), {"return_lse": "yes"}, ArgumentError, "return_lse must be"),
     "backend": ((Q, K, V), {"backend": "triton"}, ArgumentError, "backend must be one of auto, cuda, emulator"),
@@ -215,6 +230,75 @@ def test_no_backward_yet(which: int) -> None:
         assert torch.equal(attention(*tensors), attention(Q, K, V))
 
 
+@pytest.mark.parametrize("backend", ["reference", "emulator"])
+def test_forward_mode_derivatives_are_refused(backend: str) -> None:
+    """A kernel would drop the tangent and nobody would notice."""
+    with forward_ad.dual_level():
+        with pytest.raises(UnsupportedError, match="q carries a forward-mode tangent"):
+            attention(forward_ad.make_dual(Q, torch.ones_like(Q)), K, V, backend=backend)
+        assert torch.equal(attention(Q, K, V), attention(Q, K, V, backend="reference"))
+
+    def call(x: Tensor) -> Any:
+        return attention(x, K, V, backend=backend)
+
+    with pytest.raises(UnsupportedError, match="tangent"):
+        torch.func.jvp(call, (Q,), (Q,))
+    with pytest.raises(UnsupportedError, match="tangent"):
+        torch.func.jacfwd(call)(Q)
+    with pytest.raises(UnsupportedError, match="tangent"):
+        torch.func.jvp(torch.vmap(call), (torch.stack([Q, Q]),), (torch.stack([Q, Q]),))
+    with pytest.raises(UnsupportedError, match="requires grad"):
+        torch.func.grad(lambda x: call(x).sum())(Q)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_vmap_is_a_loop() -> None:
+    stacked = torch.vmap(lambda x: attention(x, K, V))(torch.stack([Q, 2 * Q]))
+    assert torch.equal(stacked, torch.stack([attention(Q, K, V), attention(2 * Q, K, V)]))
+
+
+@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+def test_traced_graphs_hold_the_operator(mode: str) -> None:
+    """A graph that held the result of this one call would be right for its inputs only."""
+    graph = make_fx(lambda q, k, v: attention(q, k, v, causal=True), tracing_mode=mode)(Q, K, V)
+    assert "fa2gen.attention_fwd" in graph.code
+    assert torch.equal(graph(Q + 1, K, V), attention(Q + 1, K, V, causal=True))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_jit_trace_holds_the_operator() -> None:
+    traced = torch.jit.trace(lambda q, k, v: attention(q, k, v), (Q, K, V))
+    assert torch.equal(traced(Q + 1, K, V), attention(Q + 1, K, V))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_export(strict: bool) -> None:
+    class Layer(torch.nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            out = attention(q, k, v, causal=True)
+            assert isinstance(out, Tensor)
+            return out
+
+    program = torch.export.export(Layer(), (Q, K, V), strict=strict)
+    assert torch.equal(program.module()(Q + 1, K, V), attention(Q + 1, K, V, causal=True))
+
+
+def test_autocast_changes_nothing() -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(attention(Q, K, V), attention(Q, K, V, backend="reference"))
+        with pytest.raises(ArgumentError, match="q has dtype torch.float32"):
+            attention(Q.float(), K.float(), V.float())
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("causal", 1), ("causal", np.True_), ("softmax_scale", np.float32(0.5)), ("softmax_scale", 2)]
+)
+def test_numbers_of_other_types(name: str, value: Any) -> None:
+    plain: dict[str, Any] = {name: bool(value) if name == "causal" else float(value)}
+    assert torch.equal(attention(Q, K, V, **{name: value}), attention(Q, K, V, **plain))
+
+
 def test_parameters_and_inference_tensors() -> None:
     parameter = torch.nn.Parameter(Q, requires_grad=False)
     assert torch.equal(attention(parameter, K, V), attention(Q, K, V))
@@ -243,6 +327,13 @@ def test_compiled_arguments_are_checked() -> None:
     forced = torch.compile(lambda q: attention(q, q, q, config=FwdConfig()), fullgraph=True, backend="aot_eager")
     with pytest.raises(Exception, match="config cannot be forced"):
         forced(torch.ones(1, 2, 1, 8).half())
+    for arguments, message in (
+        ({"causal": "yes"}, "causal must be"),
+        ({"softmax_scale": "1"}, "softmax_scale must be"),
+    ):
+        bad = torch.compile(lambda q, a=arguments: attention(q, q, q, **a), backend="aot_eager")  # type: ignore[misc]
+        with pytest.raises(ArgumentError, match=message):
+            bad(torch.ones(1, 2, 1, 8).half())
 
 
 @pytest.mark.parametrize("return_lse", [False, True])

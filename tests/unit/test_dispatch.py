@@ -8,9 +8,12 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from fa2gen.codegen import FWD_PARAMS
 from fa2gen.constraints import default_config
@@ -189,6 +192,48 @@ def test_copies(device: FakeDevice) -> None:
     assert values["k"] == k.data_ptr()
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf support")
+def test_negated_views_are_copied(device: FakeDevice) -> None:
+    """The imaginary part of a conjugate shares memory, shape and strides with that of the number itself."""
+    z = torch.zeros(2, 113, 8, dtype=torch.complex32)
+    k, v = (torch.zeros(2, 203, 2, 1).half() for _ in range(2))
+    plain, negated = z.imag.unsqueeze(-1), z.conj().imag.unsqueeze(-1)
+    assert negated.is_neg()
+    assert (plain.data_ptr(), plain.stride()) == (negated.data_ptr(), negated.stride())
+    for _ in range(2):
+        attention(plain, k, v)
+        attention(negated, k, v)
+    in_place = [_unpacked(launch[2])["q"] == plain.data_ptr() for launch in device.launches]
+    assert in_place == [True, False, True, False]
+    wide = torch.zeros(2, 113, 8, 64, dtype=torch.complex32).conj().imag
+    attention(wide, *(torch.zeros(2, 203, 2, 64).half() for _ in range(2)))
+    assert _unpacked(device.launches[-1][2])["q"] != wide.data_ptr()
+
+
+def test_what_may_change_is_no_key(device: FakeDevice) -> None:
+    q, k, v = _inputs()
+    causal = torch.tensor(True)
+    attention(q, k, v, causal=causal)  # type: ignore[arg-type]
+    causal.fill_(False)
+    attention(q, k, v, causal=causal, return_lse=np.array(False))  # type: ignore[arg-type]
+    assert [kernel.spec.causal for kernel in device.kernels] == [True, False]
+    assert not any(isinstance(part, (Tensor, np.ndarray)) for key in plan.PLANS for part in key)
+    # What was read is found again under the plain value.
+    attention(q, k, v, causal=True)
+    assert len(plan.PLANS) == 2
+
+
+@pytest.mark.parametrize("warm", [False, True])
+def test_launches_hide_from_no_observer(device: FakeDevice, warm: bool) -> None:
+    q, k, v = _inputs()
+    if warm:
+        attention(q, k, v)
+    graph = make_fx(lambda *x: attention(*x), tracing_mode="real")(q, k, v)
+    assert "fa2gen.attention_fwd" in graph.code
+    with forward_ad.dual_level(), pytest.raises(ArgumentError, match="v carries a forward-mode tangent"):
+        attention(q, k, forward_ad.make_dual(v, v))
+
+
 def test_empty_problems_launch_nothing(device: FakeDevice) -> None:
     q, k, v = _inputs(seqlen_k=0)
     out, lse = attention(q, k, v, return_lse=True)
@@ -255,6 +300,27 @@ def test_grid_limit(device: FakeDevice) -> None:
     with pytest.raises(ArgumentError, match="grid's limit"):
         attention(q, q, q)
     assert not device.launches
+
+
+def test_threads_build_one_kernel(device: FakeDevice) -> None:
+    q, k, v = _inputs(5, 7)
+    start, errors = threading.Barrier(8), []
+
+    def work() -> None:
+        start.wait()
+        try:
+            attention(q, k, v)
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    assert len(device.kernels) == 1
+    assert len(device.launches) == 8
 
 
 def test_threads_share_a_plan(device: FakeDevice) -> None:

@@ -46,6 +46,18 @@ def test_zero_scale_keeps_masked_scores_apart():
     got = plan(Problem(1, 4, 4, 2, 1), scale=0.0)
     assert got["softmax_scale"] == 0.0
     assert 0 < got["scale_log2"] < 1e-30
+    # float32's largest score still has weight 2^0 within float32's precision of it.
+    assert got["scale_log2"] * 2.0**128 < 2.0**-20
+
+
+def test_tiny_and_huge_scales():
+    # A score of 1e37 times a scale of 1e-37 counts.
+    assert plan(Problem(1, 4, 4, 2, 1), scale=1e-37)["scale_log2"] == pytest.approx(1e-37 * math.log2(math.e), rel=1e-6)
+    assert plan(Problem(1, 4, 4, 2, 1), scale=1e-300)["scale_log2"] > 0
+    assert math.isfinite(plan(Problem(1, 4, 4, 2, 1), scale=2.3e38)["scale_log2"])
+    for scale in (3e38, 1e39, 1e300):
+        with pytest.raises(UnsupportedError, match="softmax_scale"):
+            plan(Problem(1, 4, 4, 2, 1), scale=scale)
 
 
 @pytest.mark.parametrize("scale", [-1.0, math.nan, math.inf])
@@ -74,6 +86,12 @@ def test_limits():
         plan(Problem(1, 1, 2**31 - 1, 2, 1))
     with pytest.raises(ArgumentError, match="gqa_ratio"):
         plan(Problem(1, 4, 4, 2, 2))
+    # The kernel's largest index: the last row of a tile of any legal size, and the last key of the tile that it sees.
+    largest = 2**31 - 2048
+    for name, problem in (("seqlen_q", (1, largest, 1, 2, 1)), ("seqlen_k", (1, 1, largest, 2, 1))):
+        assert plan(Problem(*problem))[name] + 16 * 64 + 256 < 2**31
+        with pytest.raises(UnsupportedError, match=name):
+            plan(Problem(*(n + (n > 2) for n in problem)))
     # Beyond 65535 batches or heads the grid is still one-dimensional.
     assert plan(Problem(100_000, 10, 10, 2, 1))["grid"] == (200_000, 1, 1)
     assert plan(Problem(1, 3, 3, 142_560, 71_280))["grid"] == (142_560, 1, 1)
