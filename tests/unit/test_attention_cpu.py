@@ -287,7 +287,7 @@ def test_export(strict: bool) -> None:
 def test_autocast_changes_nothing() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.equal(attention(Q, K, V), attention(Q, K, V, backend="reference"))
-        with pytest.raises(ArgumentError, match="q has dtype torch.float32"):
+        with pytest.raises(ArgumentError, match="q has dtype"):
             attention(Q.float(), K.float(), V.float())
 
 
@@ -327,12 +327,10 @@ def test_compiled_arguments_are_checked() -> None:
     forced = torch.compile(lambda q: attention(q, q, q, config=FwdConfig()), fullgraph=True, backend="aot_eager")
     with pytest.raises(Exception, match="config cannot be forced"):
         forced(torch.ones(1, 2, 1, 8).half())
-    for arguments, message in (
-        ({"causal": "yes"}, "causal must be"),
-        ({"softmax_scale": "1"}, "softmax_scale must be"),
-    ):
+    bad_arguments: list[dict[str, Any]] = [{"causal": "yes"}, {"softmax_scale": "1"}, {"return_lse": 2}]
+    for arguments in bad_arguments:
         bad = torch.compile(lambda q, a=arguments: attention(q, q, q, **a), backend="aot_eager")  # type: ignore[misc]
-        with pytest.raises(ArgumentError, match=message):
+        with pytest.raises(ArgumentError, match=f"{next(iter(arguments))} must be"):
             bad(torch.ones(1, 2, 1, 8).half())
 
 
