@@ -89,7 +89,7 @@ def cache_root() -> Path | None:
     """
     explicit = os.environ.get("FA2GEN_CACHE_DIR")
     if explicit:
-        root = Path(explicit).expanduser()
+        root = Path(explicit).expanduser().absolute()
     else:
         base = os.environ.get("XDG_CACHE_HOME", "")
         # The XDG rules: a relative path is ignored.

@@ -19,6 +19,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Protocol
 
+from ..compile.cache import cache_root
 from ..errors import ArgumentError, CacheError, CompileError, ToolchainError
 
 HOST_DIR = Path(__file__).parent / "host"
@@ -95,22 +96,22 @@ def _compiler_version(compiler: str) -> str:
 
 
 def cache_dir() -> Path:
-    """The emulator's folder in fa2gen's cache: ``$FA2GEN_CACHE_DIR``, else ``$XDG_CACHE_HOME/fa2gen``.
+    """The emulator's folder in fa2gen's cache (:func:`fa2gen.compile.cache.cache_root`).
 
     Raises:
         CacheError: The folder cannot be made, belongs to somebody else, or others may write to it.
     """
-    root = os.environ.get("FA2GEN_CACHE_DIR")
-    if not root:
-        root = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "fa2gen")
-    folder = Path(root) / "emulator"
+    root = cache_root()
+    if root is None:
+        raise CacheError("the emulator needs a cache folder for its programs: set FA2GEN_CACHE_DIR to one of your own")
+    folder = root.absolute() / "emulator"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         state = folder.stat()
     except OSError as error:
         raise CacheError(f"the emulator's cache folder {folder} cannot be used: {error}") from error
-    if hasattr(os, "getuid") and (state.st_uid != os.getuid() or state.st_mode & stat.S_IWOTH):
-        raise CacheError(f"the emulator's cache folder {folder} belongs to another user or is writable by all")
+    if hasattr(os, "getuid") and (state.st_uid != os.getuid() or state.st_mode & (stat.S_IWOTH | stat.S_IWGRP)):
+        raise CacheError(f"the emulator's cache folder {folder} belongs to another user or is writable by others")
     return folder
 
 
@@ -142,21 +143,50 @@ def _run_compiler(command: Sequence[str], what: str) -> None:
         raise CompileError(f"{what}: {os.path.basename(command[0])} failed: {first}", log)
 
 
-def _publish(final: Path, make: Callable[[Path], None]) -> bool:
-    """Makes the folder `final` by building a temporary one and renaming it. Returns whether it was there already."""
-    if final.is_dir():
+def _publish(final: Path, names: Sequence[str], make: Callable[[Path], None]) -> bool:
+    """Makes the folder `final` by building a temporary one and renaming it. Returns whether it was there already.
+
+    A folder that lacks one of the files that `names` lists (somebody cleaned up, a disk lost power) is built again.
+
+    Raises:
+        CacheError: The cache cannot be written.
+    """
+    if _holds(final, names):
         return True
-    temporary = Path(tempfile.mkdtemp(prefix=f".{final.name}.", dir=final.parent))
     try:
-        make(temporary)
+        temporary = Path(tempfile.mkdtemp(prefix=f".{final.name}.", dir=final.parent))
         try:
-            temporary.rename(final)
-        except OSError:
-            if not final.is_dir():
-                raise  # otherwise another process built the same content first: its folder serves
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+            make(temporary)
+            _install(temporary, final, names)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+    except OSError as error:
+        raise CacheError(f"the emulator's cache folder {final.parent} cannot be written: {error}") from error
     return False
+
+
+def _holds(folder: Path, names: Sequence[str]) -> bool:
+    try:
+        return all((folder / name).stat().st_size > 0 for name in names)
+    except OSError:
+        return False
+
+
+def _install(temporary: Path, final: Path, names: Sequence[str]) -> None:
+    try:
+        temporary.rename(final)
+    except OSError:
+        if _holds(final, names):
+            return  # another process built the same content first: its folder serves
+        if not final.exists():
+            raise
+        # Incomplete: out of the way in one step, so that nobody sees it half deleted.
+        aside = Path(tempfile.mkdtemp(prefix=f".{final.name}.", dir=final.parent))
+        try:
+            final.rename(aside / "incomplete")
+            temporary.rename(final)
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
 
 
 def _runtime(compiler: str) -> tuple[list[str], str]:
@@ -172,8 +202,9 @@ def _runtime(compiler: str) -> tuple[list[str], str]:
         with ThreadPoolExecutor(len(commands)) as pool:
             list(pool.map(lambda command: _run_compiler(command, "the emulator's runtime"), commands))
 
-    _publish(folder, make)
-    return [str(folder / f"{name}.o") for name in RUNTIME_SOURCES], key
+    objects = [f"{name}.o" for name in RUNTIME_SOURCES]
+    _publish(folder, objects, make)
+    return [str(folder / name) for name in objects], key
 
 
 def build(source: HostSource) -> EmulatedKernel:
@@ -186,7 +217,7 @@ def build(source: HostSource) -> EmulatedKernel:
         ArgumentError: The source was rendered for another platform.
         ToolchainError: No host compiler.
         CompileError: The compiler refused the text; ``log`` holds its messages.
-        CacheError: The cache folder is not safe to use.
+        CacheError: The cache folder is not safe to use or cannot be written.
     """
     if source.platform != "host":
         raise ArgumentError(f'platform must be "host" to be emulated, got "{source.platform}"')
@@ -200,5 +231,5 @@ def build(source: HostSource) -> EmulatedKernel:
         command = [compiler, *KERNEL_FLAGS, "-I", str(HOST_DIR), str(into / "kernel.cpp"), *objects]
         _run_compiler([*command, "-o", str(into / "kernel")], f"kernel {source.entry}")
 
-    from_cache = _publish(folder, make)
+    from_cache = _publish(folder, ("kernel",), make)
     return EmulatedKernel(source, folder / "kernel", from_cache)

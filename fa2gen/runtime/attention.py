@@ -41,8 +41,8 @@ def attention(
         k, v: (batch, seqlen_k, num_heads_k, head_dim), dtype and device of q. num_heads_q is a multiple of num_heads_k;
             query head h reads key/value head ``h // (num_heads_q // num_heads_k)``.
         causal: Query i sees key j iff ``j <= i + seqlen_k - seqlen_q`` (bottom-right alignment).
-        softmax_scale: Any finite number (kernels: up to 2.3e38); None is ``1 / sqrt(head_dim)``. For a negative one q is
-            negated, a copy.
+        softmax_scale: Any finite number (kernels: up to 2.3e38); None is ``1 / sqrt(head_dim)``. For a negative one q
+            is negated, a copy.
         return_lse: Also return the log-sum-exp of each row's scaled scores.
         backend: ``"auto"``: ``"cuda"`` for CUDA tensors, ``"reference"`` (float64) for CPU tensors. ``"emulator"`` runs
             the generated kernel on the CPU.

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +17,8 @@ from fa2gen.emulator import Buffer, Counters, EmulatedKernel, build, cache_dir, 
 from fa2gen.errors import ArgumentError, CacheError, CompileError, EmulatorError, ToolchainError
 from fa2gen.launch import Launch
 from tests.primitive_kernels import NUM_THREADS, probe_launch, probe_source
+
+ROOT = Path(__file__).parents[2]
 
 BODIES = {
     "write": "  st_global(p.out + (blockIdx.x * kThreads + tid), u32(tid));",
@@ -77,8 +82,75 @@ def test_cache_folder_is_private_and_holds_whole_entries_only(kernel: EmulatedKe
 def test_world_writable_cache_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FA2GEN_CACHE_DIR", str(tmp_path))
     (tmp_path / "emulator").mkdir()
-    (tmp_path / "emulator").chmod(0o777)
-    with pytest.raises(CacheError, match="writable by all"):
+    for mode in (0o777, 0o770):
+        (tmp_path / "emulator").chmod(mode)
+        with pytest.raises(CacheError, match="writable by others"):
+            build(probe_source(BODIES, "host"))
+    (tmp_path / "emulator").chmod(0o700)
+    tmp_path.chmod(0o777)
+    with pytest.raises(CacheError, match="others may write"):
+        build(probe_source(BODIES, "host"))
+
+
+def test_folder_of_any_name_and_relative(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FA2GEN_CACHE_DIR", "kernels of Müller's [1]")
+    built = build(probe_source(BODIES, "host"))
+    assert built.program.is_absolute()
+    assert built.program.is_relative_to(tmp_path / "kernels of Müller's [1]" / "emulator")
+    _run(built, "write")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("FA2GEN_CACHE_DIR", "~/home cache")
+    assert cache_dir() == tmp_path / "home cache" / "emulator"
+
+
+def test_incomplete_entries_are_built_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FA2GEN_CACHE_DIR", str(tmp_path))
+    tmp_path.chmod(0o700)
+    built = build(probe_source(BODIES, "host"))
+    (runtime,) = (tmp_path / "emulator").glob("runtime-*")
+    built.program.write_bytes(b"")
+    (runtime / "main.cpp.o").unlink()
+    again = build(probe_source(BODIES, "host"))
+    assert not again.from_cache
+    _run(again, "write")
+    assert build(probe_source(BODIES, "host")).from_cache
+    assert not list((tmp_path / "emulator").glob(".*"))
+
+
+def test_processes_build_one_kernel_at_once(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    code = (
+        "from tests.primitive_kernels import probe_source; from fa2gen.emulator import build;"
+        "print(build(probe_source({'write': '  st_global(p.out + tid, u32(tid));'}, 'host')).program)"
+    )
+    environment = {**os.environ, "FA2GEN_CACHE_DIR": str(tmp_path)}
+    started = [
+        subprocess.Popen([sys.executable, "-c", code], env=environment, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        for _ in range(3)
+    ]
+    programs = {process.communicate(timeout=120)[0].strip() for process in started}
+    assert [process.returncode for process in started] == [0, 0, 0]
+    assert len(programs) == 1
+    assert os.access(programs.pop(), os.X_OK)
+    assert sorted(path.name.split("-")[0] for path in (tmp_path / "emulator").iterdir()) == ["kernel", "runtime"]
+
+
+def test_a_cache_that_cannot_be_written_is_a_cache_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FA2GEN_CACHE_DIR", str(tmp_path))
+    tmp_path.chmod(0o700)
+
+    def refuse(*_: object, **__: object) -> str:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("fa2gen.emulator.builder.tempfile.mkdtemp", refuse)
+    with pytest.raises(CacheError, match=r"cannot be written.*No space left"):
+        build(probe_source(BODIES, "host"))
+    monkeypatch.undo()
+    file = tmp_path / "file"
+    file.write_text("")
+    monkeypatch.setenv("FA2GEN_CACHE_DIR", str(file))
+    with pytest.warns(RuntimeWarning, match="cannot be made"), pytest.raises(CacheError, match="FA2GEN_CACHE_DIR"):
         build(probe_source(BODIES, "host"))
 
 
