@@ -2,7 +2,7 @@
 
 from .lookup import SOURCES, Match, lookup
 from .schema import SCHEMA_VERSION, Measurement, Provenance, Table, TunedEntry, parse_table, render_table, utc_now
-from .store import load_table, merge_entries, package_dir, save_entries, table_path, user_dir
+from .store import load_table, merge_entries, package_dir, require_writable, save_entries, table_path, user_dir
 
 __all__ = [
     "SCHEMA_VERSION",
@@ -18,6 +18,7 @@ __all__ = [
     "package_dir",
     "parse_table",
     "render_table",
+    "require_writable",
     "save_entries",
     "table_path",
     "user_dir",

@@ -101,6 +101,35 @@ def merge_entries(old: Iterable[TunedEntry], new: Iterable[TunedEntry]) -> tuple
     return tuple(merged.values())
 
 
+def require_writable(gpu: Gpu, kinds: Iterable[str], *, root: Path | None = None) -> None:
+    """Raises now what :func:`save_entries` would raise after hours of tuning.
+
+    Args:
+        gpu: The GPU whose tables are to be written.
+        kinds: Kernel kinds.
+        root: Folder of tables; default :func:`user_dir`.
+
+    Raises:
+        TableError: As :func:`save_entries`. A table that is merely damaged is none of these reasons.
+    """
+    root = user_dir() if root is None else Path(root)
+    for kind in sorted(set(kinds)):
+        path = table_path(root, gpu.name, kind)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=path.parent):
+                pass
+            if os.path.lexists(path):
+                path.read_bytes()
+        except OSError as error:
+            raise TableError(f"{path} cannot be written: {error}") from None
+        try:
+            load_table(path)
+        except TableError as error:
+            if _is_newer(error):
+                raise
+
+
 def save_entries(gpu: Gpu, entries: Sequence[TunedEntry], *, root: Path | None = None) -> list[Path]:
     """Merges entries into a GPU's tables (:func:`merge_entries`), atomically and safe against other writers.
 
@@ -132,11 +161,15 @@ def save_entries(gpu: Gpu, entries: Sequence[TunedEntry], *, root: Path | None =
     return paths
 
 
+def _is_newer(error: TableError) -> bool:
+    return "install a newer fa2gen" in str(error)
+
+
 def _present_entries(path: Path) -> tuple[TunedEntry, ...]:
     try:
         table = load_table(path)
     except TableError as error:
-        if "install a newer fa2gen" in str(error):
+        if _is_newer(error):
             raise
         backup = path.with_name(f"{path.name}.damaged-{utc_now().replace(':', '')}-{os.getpid()}")
         shutil.copy2(path, backup)

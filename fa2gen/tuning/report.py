@@ -13,6 +13,7 @@ from fa2gen.hardware import Gpu
 from fa2gen.problem import Problem
 from fa2gen.spec import FwdConfig, KernelSpec
 from fa2gen.tables import TunedEntry, save_entries
+from fa2gen.tables.store import cached_table
 
 STAGES = ("compile", "measure", "prove", "save")
 
@@ -91,13 +92,15 @@ class TuneReport:
     Attributes:
         gpu: What was tuned for.
         measured: Times were measured on it; False: predicted.
-        entries: Saved entries.
+        entries: What was found for each request, proved and given to the table.
         failures: Configs that were tried and cannot be chosen.
         paths: Files written.
         compiled, cached: Kernels compiled, and taken from the cache.
         seconds: Wall time.
         stage_seconds: Wall time by stage.
         interrupted: Ctrl-C or the timeout ended it early; what was proved by then is saved.
+        superseded: How many of the entries gave way to one that the table holds already: a prediction never replaces a
+            measured entry.
     """
 
     gpu: Gpu
@@ -110,6 +113,7 @@ class TuneReport:
     seconds: float
     stage_seconds: dict[str, float]
     interrupted: bool
+    superseded: int = 0
 
 
 @dataclass
@@ -126,6 +130,7 @@ class Ledger:
     paths: set[Path] = field(default_factory=set)
     compiled: int = 0
     cached: int = 0
+    superseded: int = 0
     interrupted: bool = False
     started: float = field(default_factory=time.monotonic)
     stage_seconds: dict[str, float] = field(default_factory=dict)
@@ -160,7 +165,11 @@ class Ledger:
     def save(self, entries: Sequence[TunedEntry]) -> None:
         """Writes entries to the table at once, so that an end at any moment loses nothing that was proved."""
         start = time.monotonic()
-        self.paths.update(save_entries(self.gpu, entries, root=self.out))
+        paths = save_entries(self.gpu, entries, root=self.out)
+        tables = [cached_table(path) for path in paths]
+        present = {entry.key: entry for table in tables if table is not None for entry in table.entries}
+        self.superseded += sum(present.get(entry.key) != entry for entry in entries)
+        self.paths.update(paths)
         self.entries.extend(entries)
         self.spent("save", time.monotonic() - start)
         self.expect("save", len(entries))
@@ -185,4 +194,5 @@ class Ledger:
             seconds=time.monotonic() - self.started,
             stage_seconds=dict(self.stage_seconds),
             interrupted=self.interrupted,
+            superseded=self.superseded,
         )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from fa2gen.errors import ArgumentError
 from fa2gen.hardware import Gpu, match_device
+from fa2gen.tables import require_writable
 
 from .report import Failure, Ledger, TuneEvent, TuneReport, TuneRequest, default_requests
 
@@ -72,6 +73,9 @@ def tune(
         deadline=time.monotonic() + (timeout if timeout is not None else float("inf")),
     )
     unique = list(dict.fromkeys(requests))
+    # Everything that would stop the session at its end stops it here.
+    tools.nvcc_version()
+    require_writable(gpu, {request.spec.kind for request in unique}, root=ledger.out)
     try:
         if device is None:
             from .predicted import tune_predicted

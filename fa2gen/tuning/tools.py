@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from fa2gen.codegen import KernelSource, render_kernel, template_hash
 from fa2gen.compile import CompiledKernel, compile_many, find_nvcc
+from fa2gen.constraints import default_config
 from fa2gen.driver import DeviceInfo, device_count, device_info, unavailable_reason
 from fa2gen.errors import CompileError, EmulatorError, GateError
 from fa2gen.spec import FwdConfig, KernelSpec
@@ -64,10 +65,14 @@ def prove_in_emulator(spec: KernelSpec, config: FwdConfig) -> str:
 
 
 def _require_emulator() -> None:
-    """Asks for the C++ compiler at once: the first proof comes only after minutes of compiling."""
-    from fa2gen.emulator import find_host_compiler
+    """Builds a kernel for the emulator at once: the first proof comes only after minutes of compiling.
 
-    find_host_compiler()
+    A compiler that is missing or broken, and a cache folder that is unsafe, full or read-only, all show here.
+    """
+    from fa2gen.emulator import build
+
+    spec = KernelSpec()
+    build(render_kernel(spec, default_config(spec), platform="host"))
 
 
 def _nvcc_version() -> str:

@@ -13,7 +13,16 @@ from fa2gen.errors import TableError
 from fa2gen.hardware import get_gpu
 from fa2gen.problem import Problem
 from fa2gen.spec import KernelSpec
-from fa2gen.tables import load_table, merge_entries, package_dir, render_table, save_entries, table_path, user_dir
+from fa2gen.tables import (
+    load_table,
+    merge_entries,
+    package_dir,
+    render_table,
+    require_writable,
+    save_entries,
+    table_path,
+    user_dir,
+)
 from fa2gen.tables.store import cached_table
 from tests.tuning_fakes import entry, table
 
@@ -125,9 +134,10 @@ def test_run_time_ignores_a_bad_table_with_one_warning(tmp_path):
     assert len(cached_table(save).entries) == 1
 
 
-def _write(root, first, count, started=None):
+def _write(root, first, count, started=None, head_dim=128):
     for ratio in range(first, first + count):
-        save_entries(GPU, [entry(KernelSpec(gqa_ratio=ratio), ms=float(ratio))], root=root)
+        spec = KernelSpec(head_dim=head_dim, gqa_ratio=ratio, alignment=2)
+        save_entries(GPU, [entry(spec, ms=float(ratio))], root=root)
         if started is not None:
             started.set()
 
@@ -150,7 +160,7 @@ def test_kills_in_the_middle_of_saves_lose_nothing_that_was_saved(tmp_path):
     kept = set()
     for attempt in range(25):
         started = FORK.Event()
-        writer = FORK.Process(target=_write, args=(tmp_path, 1 + 10_000 * attempt, 9_999, started))
+        writer = FORK.Process(target=_write, args=(tmp_path, 1, 1000, started, 1 + attempt))
         writer.start()
         assert started.wait(60)
         time.sleep(0.0007 * attempt)
@@ -158,8 +168,32 @@ def test_kills_in_the_middle_of_saves_lose_nothing_that_was_saved(tmp_path):
         writer.join()
         assert writer.exitcode == -signal.SIGKILL
         # The file is whole after every kill and holds all that was there, and the dead writer blocks nobody.
-        ratios = {row.spec.gqa_ratio for row in load_table(path).entries}
-        assert ratios > kept
-        save_entries(GPU, [entry(KernelSpec(gqa_ratio=500_000 + attempt))], root=tmp_path)
-        kept = {row.spec.gqa_ratio for row in load_table(path).entries}
-        assert kept == ratios | {500_000 + attempt}
+        present = {row.spec for row in load_table(path).entries}
+        assert present > kept
+        mine = KernelSpec(gqa_ratio=1 + attempt)
+        save_entries(GPU, [entry(mine)], root=tmp_path)
+        kept = {row.spec for row in load_table(path).entries}
+        assert kept == present | {mine}
+
+
+def test_what_cannot_be_written_is_known_beforehand(tmp_path):
+    require_writable(GPU, ["fwd"], root=tmp_path / "new")
+    assert [path.name for path in (tmp_path / "new").rglob("*")] == ["a100"]
+    blocked = tmp_path / "file"
+    blocked.write_text("mine")
+    with pytest.raises(TableError, match="cannot be written"):
+        require_writable(GPU, ["fwd"], root=blocked)
+    path = table_path(tmp_path, "a100", "fwd")
+    path.mkdir(parents=True)
+    with pytest.raises(TableError, match="cannot be written"):
+        require_writable(GPU, ["fwd"], root=tmp_path)
+    path.rmdir()
+    newer = '{"schema": 99, "gpu": "a100", "target": "sm_80", "kind": "fwd", "entries": []}'
+    path.write_text(newer)
+    with pytest.raises(TableError, match="newer fa2gen"):
+        require_writable(GPU, ["fwd"], root=tmp_path)
+    assert path.read_text() == newer
+    # Damage is repaired by the save, which keeps a copy.
+    path.write_text("{")
+    require_writable(GPU, ["fwd"], root=tmp_path)
+    assert path.read_text() == "{"

@@ -318,3 +318,25 @@ def test_equal_code_is_timed_once(h200, tmp_path, monkeypatch):
     monkeypatch.setattr("fa2gen.tuning.measured.code_digest", lambda kernel: "the same")
     run(h200, tmp_path)
     assert len(h200.worker.measured) == 1
+
+
+@pytest.mark.parametrize("gpu", ["h200", "a100"])
+def test_a_table_that_cannot_be_written_stops_the_session_at_once(gpu, h200, tmp_path):
+    path = table_path(tmp_path / "tables", gpu, "fwd")
+    path.parent.mkdir(parents=True)
+    path.write_text('{"schema": 99}')
+    with pytest.raises(TableError, match="newer fa2gen"):
+        run(h200, tmp_path, gpu=gpu)
+    assert h200.compiled == []
+    assert not h200.worker.running
+    assert path.read_text() == '{"schema": 99}'
+
+
+def test_the_report_counts_predictions_that_gave_way(rooms, tmp_path):
+    requests = [request_for(seqlen=seqlen) for seqlen in (512, 2048)]
+    measured = entry(SPEC, requests[0].problem, kind="measured")
+    save_entries(get_gpu("a100"), [measured], root=tmp_path / "tables")
+    report = run(rooms, tmp_path, requests, "a100")
+    assert (len(report.entries), report.superseded) == (2, 1)
+    assert saved(tmp_path, "a100")[measured.key] == measured
+    assert run(rooms, tmp_path / "other", requests, "a100").superseded == 0
