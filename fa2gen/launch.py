@@ -24,7 +24,7 @@ _THREADS_PER_ROW = 8
 _MAX_GRID_X = 2**31 - 1
 # Key and query indices are 32-bit in the kernel. A query tile of up to 1024 rows and a key tile of up to 256 may reach
 # beyond the end together (the last key that a query tile sees, rounded up to whole key tiles).
-_MAX_SEQLEN = 2**31 - 2048
+MAX_SEQLEN = 2**31 - 2048
 # The kernel multiplies scores by scale_log2 even where softmax_scale is 0. A positive value this small makes every
 # exponent 0 for any finite score (2^128 * 2^-149 = 2^-21), while -inf, a masked score, stays -inf (0 * -inf would be
 # NaN). It is float32's smallest number; neither the GPU's fma and mul nor the emulator's flush it.
@@ -98,8 +98,8 @@ def fwd_plan(
             f"softmax_scale {softmax_scale} is too large: kernels take up to {_FLOAT32_MAX / math.log2(math.e):.4g}"
         )
     for name in ("seqlen_q", "seqlen_k"):
-        if getattr(problem, name) > _MAX_SEQLEN:
-            raise UnsupportedError(f"{name} {getattr(problem, name)} is above {_MAX_SEQLEN}")
+        if getattr(problem, name) > MAX_SEQLEN:
+            raise UnsupportedError(f"{name} {getattr(problem, name)} is above {MAX_SEQLEN}")
     num_m_blocks = -(-problem.seqlen_q // config.block_m)
     tiles = problem.batch * problem.num_heads_q * num_m_blocks
     if tiles > _MAX_GRID_X:

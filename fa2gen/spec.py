@@ -19,6 +19,8 @@ DTYPES = ("fp16", "bf16")
 NATIVE_HEAD_DIMS = (64, 128)
 ALIGNMENTS = (16, 2)
 SOFTMAXES = ("online", "guarded")
+# Far beyond any model's; what checks a kernel needs memory for that many heads.
+MAX_GQA_RATIO = 1024
 
 _Identity = TypeVar("_Identity", bound="_Canonical")
 
@@ -83,7 +85,8 @@ class KernelSpec(_Canonical):
             ``head_dim`` are neither read nor written.
         dtype: ``"fp16"`` or ``"bf16"``, of q, k, v and the output. Accumulation is float32.
         causal: Query i sees key j iff ``j <= i + seqlen_k - seqlen_q`` (bottom-right alignment).
-        gqa_ratio: Query heads per key/value head; query head h reads key/value head ``h // gqa_ratio``.
+        gqa_ratio: Query heads per key/value head, 1 to ``MAX_GQA_RATIO``; query head h reads key/value head
+            ``h // gqa_ratio``.
         alignment: 16: every base address and stride is a multiple of 16 bytes, so rows move as 16-byte vectors.
             2: any element-aligned view, moved element by element.
     """
@@ -109,6 +112,11 @@ class KernelSpec(_Canonical):
                 f"head_dim {self.head_dim} is not supported: this version has kernels for head dims 1 to "
                 f"{NATIVE_HEAD_DIMS[-1]}"
                 + ("; 136 to 256 are planned" if self.head_dim <= 256 else "; beyond 256 nothing is planned")
+            )
+        if self.gqa_ratio > MAX_GQA_RATIO:
+            raise UnsupportedError(
+                f"gqa_ratio {self.gqa_ratio} is not supported: kernels have 1 to {MAX_GQA_RATIO} query heads per "
+                "key/value head"
             )
         if self.alignment == 16 and self.head_dim % 8:
             raise ArgumentError(

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import click
 
 from ..hardware import Gpu, get_gpu, list_gpus, match_device
+from ..launch import MAX_SEQLEN
 from ..spec import DTYPES, KernelSpec
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
@@ -55,9 +56,9 @@ def gpu_option(help_text: str) -> Callable[[_Command], _Command]:
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of text.")
 
 
-def seqlen_options(default: int | None) -> Callable[[_Command], _Command]:
+def seqlen_options(default: int | None, *, minimum: int = 0) -> Callable[[_Command], _Command]:
     """``--seqlen-q`` and ``--seqlen-k``."""
-    length = click.IntRange(min=0)
+    length = click.IntRange(min=minimum, max=MAX_SEQLEN)
 
     def decorate(command: _Command) -> _Command:
         command = click.option(

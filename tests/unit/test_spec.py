@@ -124,3 +124,10 @@ def test_heads_must_divide():
 )
 def test_bucket(problem, bucket):
     assert problem.bucket(132) == bucket
+
+
+def test_gqa_ratio_has_a_limit():
+    assert KernelSpec(gqa_ratio=1024).slug().endswith("gqa1024")
+    for ratio in (1025, 2**31, 10**20):
+        with pytest.raises(UnsupportedError, match=f"gqa_ratio {ratio} .*1 to 1024"):
+            KernelSpec(gqa_ratio=ratio)
