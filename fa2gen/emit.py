@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,7 +68,7 @@ def emit(
         seqlen_q, seqlen_k: The lengths that configs are chosen for; ``seqlen_k`` defaults to ``seqlen_q``.
 
     Raises:
-        ArgumentError: No specs, or ``out`` is a file.
+        ArgumentError: No specs, or ``out`` is a file or has folders of the files' names.
         OSError: The folder cannot be written.
     """
     if not specs:
@@ -81,10 +82,21 @@ def emit(
     texts = {kernel.file: kernel.source.text for kernel in kernels}
     texts["manifest.json"] = json.dumps(manifest(kernels, gpu), indent=2) + "\n"
     texts |= _example(kernels, gpu)
-    out.mkdir(parents=True, exist_ok=True)
-    for name, text in texts.items():
-        (out / name).write_text(text, encoding="utf-8")
+    _write_all(out, texts)
     return kernels
+
+
+def _write_all(out: Path, texts: Mapping[str, str]) -> None:
+    """Writes every file or none: a full disk neither cuts off an older file nor mixes two runs."""
+    for name in texts:
+        if (out / name).is_dir():
+            raise ArgumentError(f"out has a folder where the file {name} belongs: {out / name}")
+    out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".emit-", dir=out, ignore_cleanup_errors=True) as staging:
+        for name, text in texts.items():
+            Path(staging, name).write_text(text, encoding="utf-8")
+        for name in texts:
+            Path(staging, name).replace(out / name)
 
 
 def _choose(spec: KernelSpec, gpu: Gpu, problem: Problem) -> EmittedKernel:
