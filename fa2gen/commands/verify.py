@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,7 @@ import click
 
 from ..constraints import default_config, infeasible_reason
 from ..errors import ArgumentError, EmulatorError, InfeasibleError, LaunchError
-from ..hardware import Gpu
+from ..hardware import Gpu, arch_limits
 from ..problem import Problem
 from ..spec import FwdConfig, KernelSpec
 from .options import gpu_at_hand, gpu_option, json_option, make_specs, resolve_gpu, seqlen_options, spec_options
@@ -131,8 +132,10 @@ def _choose_config(
         if not isinstance(form, dict):
             raise ArgumentError(f"--config must be a JSON object, got {config_json}")
         config = FwdConfig.from_canonical(form)
-        if gpu is not None and (reason := infeasible_reason(spec, config, gpu.arch)):
-            raise InfeasibleError(f"{config.slug()} cannot run {spec.slug()} on {gpu.title}: {reason}")
+        # Without a GPU it has to run on the one that grants a block most.
+        title, arch = (gpu.title, gpu.arch) if gpu is not None else ("any GPU", arch_limits((9, 0)))
+        if reason := infeasible_reason(spec, config, arch):
+            raise InfeasibleError(f"{config.slug()} cannot run {spec.slug()} on {title}: {reason}")
         return config, "given"
     if gpu is None:
         return default_config(spec), "default"
@@ -179,6 +182,7 @@ def _cases_at(spec: KernelSpec, config: FwdConfig, seqlen_q: int, seqlen_k: int)
     # Two key/value heads show a wrong head stride; a large group has enough query heads with one.
     heads_k = 2 if spec.gqa_ratio <= 2 else 1
     problem = Problem(1, seqlen_q, seqlen_k, heads_k * spec.gqa_ratio, heads_k)
+    _require_memory(spec, problem)
     scale = float(spec.head_dim**-0.5)
     kinds: tuple[tuple[str, float, int, str], ...] = (
         ("normal", 1.0, 1, "contiguous"),
@@ -194,6 +198,18 @@ def _cases_at(spec: KernelSpec, config: FwdConfig, seqlen_q: int, seqlen_k: int)
         GateCase(problem, data, scale, amount, period, layout=layout, seed=seed)
         for seed, (data, amount, period, layout) in enumerate(kinds)
     ]
+
+
+def _require_memory(spec: KernelSpec, problem: Problem) -> None:
+    """The reference keeps all tensors in float64, some of them twice, beside the kernel's own."""
+    tensors = problem.num_heads_q * problem.seqlen_q + problem.num_heads_k * problem.seqlen_k
+    needed = 4 * 8 * problem.batch * tensors * spec.head_dim
+    present = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > present:
+        raise ArgumentError(
+            f"seqlen_q {problem.seqlen_q} and seqlen_k {problem.seqlen_k} with {problem.num_heads_q} query heads need "
+            f"about {needed / 2**30:.0f} GiB for the check, this machine has {present / 2**30:.0f} GiB"
+        )
 
 
 def _runner(spec: KernelSpec, config: FwdConfig, backend: str) -> tuple[Runner, str]:
