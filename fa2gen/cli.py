@@ -1,13 +1,18 @@
 """The ``fa2gen`` command: sub-commands, and how errors become one line and an exit code.
 
-Exit codes: 0 done; 1 an error of fa2gen's own (``error: ...`` on stderr) or a failed check; 2 wrong usage; 130 Ctrl-C.
+Exit codes: 0 done; 1 an error of fa2gen's own (``error: ...`` on stderr) or a failed check; 2 wrong usage; 130 Ctrl-C;
+143 and 129 ended by SIGTERM or SIGHUP, which do what Ctrl-C does: save what is proved, stop the compilers, leave no
+temporary files.
 """
 
 from __future__ import annotations
 
+import contextlib
+import signal
 import sys
+import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import click
@@ -31,8 +36,9 @@ class _Group(click.Group):
         standalone_mode: bool = True,
         **extra: Any,
     ) -> Any:
+        ended_by: list[int] = []
         try:
-            with warnings.catch_warnings():
+            with warnings.catch_warnings(), _signals_interrupt(ended_by):
                 warnings.showwarning = _show_warning
                 result = super().main(args, prog_name, complete_var, standalone_mode=False, **extra)
         except click.UsageError as error:
@@ -45,9 +51,33 @@ class _Group(click.Group):
         except OSError as error:
             # A full disk, a read-only folder: the operating system's own words are the clearest.
             _fail(str(error), 1)
+        except MemoryError as error:
+            _fail(f"not enough memory: {error}", 1)
         except (click.Abort, KeyboardInterrupt):
-            _fail("interrupted", 130)
-        sys.exit(result if isinstance(result, int) else 0)
+            _fail("interrupted", 128 + ended_by[0] if ended_by else 130)
+        code = result if isinstance(result, int) else 0
+        sys.exit(128 + ended_by[0] if ended_by and code == 130 else code)
+
+
+@contextlib.contextmanager
+def _signals_interrupt(ended_by: list[int]) -> Iterator[None]:
+    """SIGTERM and SIGHUP raise KeyboardInterrupt and are noted in ``ended_by``; ignored ones (nohup) stay ignored."""
+
+    def interrupt(number: int, _frame: object) -> None:
+        ended_by.append(number)
+        raise KeyboardInterrupt
+
+    replaced = []
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) == signal.SIG_DFL:
+                signal.signal(number, interrupt)
+                replaced.append(number)
+    try:
+        yield
+    finally:
+        for number in replaced:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
@@ -59,7 +89,12 @@ def _fail(message: str, code: int) -> None:
     sys.exit(code)
 
 
-@click.group("fa2gen", cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.group(
+    "fa2gen",
+    cls=_Group,
+    no_args_is_help=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
 @click.version_option(__version__, prog_name="fa2gen")
 def main() -> None:
     """Generate, prove, tune and emit FlashAttention kernels for NVIDIA GPUs."""

@@ -168,6 +168,8 @@ def _tables() -> Iterator[Check]:
     from ..tables import load_table, package_dir, user_dir
 
     yield Check("templates", "ok", str(data_dir("templates")))
+    if user_dir().exists() and not user_dir().is_dir():
+        yield Check("tables", "error", f"{user_dir()} is not a folder", "set FA2GEN_TABLES_DIR to a folder of your own")
     found = False
     for root in (user_dir(), package_dir()):
         for path in sorted(root.glob("*/*.json")):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from .progress import StageProgress
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
     from ..tuning.session import TuneReport, TuneRequest
 
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
 @click.command(short_help="Find the fastest configs for a GPU and save them.")
 @spec_options(gqa=(1, 8))
 @gpu_option("GPU to tune for. [default: the one found]")
-@seqlen_options(None)
+@seqlen_options(None, minimum=1)
 @click.option(
     "-o",
     "--out",
@@ -40,7 +42,9 @@ if TYPE_CHECKING:
 @click.option(
     "--timeout", type=click.FloatRange(min=0, min_open=True), metavar="SECONDS", help="Stop after; save what is found."
 )
-@click.option("--resume/--no-resume", default=True, show_default=True, help="Go on where an earlier run stopped.")
+@click.option(
+    "--resume/--no-resume", default=True, show_default=True, help="Measured: go on where an earlier run stopped."
+)
 @click.option("--dry-run", is_flag=True, help="Only list the kernels, sizes and numbers of legal configs.")
 @json_option
 def tune(
@@ -90,7 +94,11 @@ def tune(
     timed_out = timeout is not None and report.seconds >= timeout
     if report.interrupted and not timed_out:
         return 130
-    return 0 if report.entries else 1
+    if not report.entries:
+        why = "the time was up before a config was proved" if report.interrupted else "no config could be used"
+        click.echo(f"error: nothing was saved: {why}", err=True)
+        return 1
+    return 0
 
 
 def _requests(specs: Sequence[Any], seqlen_q: int | None, seqlen_k: int | None) -> list[TuneRequest]:
@@ -114,13 +122,17 @@ def _requests(specs: Sequence[Any], seqlen_q: int | None, seqlen_k: int | None) 
     return [request for request in requests if request.spec in wanted]
 
 
-def _console() -> Console:
-    import shutil
+# Columns that the table of results takes.
+_WIDE = 135
 
+
+def _console() -> Console:
     from rich.console import Console
 
-    # A pipe or a log has no width: wide enough for a config's name.
-    return Console(width=max(150, shutil.get_terminal_size((150, 24)).columns), highlight=False)
+    if sys.stdout.isatty():
+        return Console(highlight=False)
+    # A pipe or a log has no width.
+    return Console(width=150, highlight=False)
 
 
 def _show_plan(requests: Sequence[TuneRequest], gpu: Gpu, as_json: bool) -> None:
@@ -159,39 +171,43 @@ def _tflops(entry: Any) -> float:
     return float(entry.measurement.problem.flops(entry.spec) / entry.measurement.ms / 1e9)
 
 
-def _show(report: TuneReport) -> None:
+def _results(report: TuneReport, *, wide: bool) -> Table:
+    """The entries, fastest first; a narrow table has the kernel, its sizes and its config in one column."""
+    from rich import box
     from rich.table import Table
 
+    table = Table(box=box.HEAVY_HEAD if wide else box.SIMPLE_HEAD)
+    sizes = ("kernel", "batch", "heads q/k", "seqlen q/k", "best config") if wide else ("kernel, sizes, best config",)
+    unit = "ms" if report.measured else "ms predicted" if wide else "ms\npredicted"
+    for name in ("rank", *sizes, unit, "TFLOP/s"):
+        left = "kernel" in name or "config" in name
+        table.add_column(name, justify="left" if left else "right", no_wrap=wide, overflow="fold")
+    for rank, entry in enumerate(sorted(report.entries, key=_tflops, reverse=True), 1):
+        problem = entry.measurement.problem
+        heads, seqlens = f"{problem.num_heads_q}/{problem.num_heads_k}", f"{problem.seqlen_q}/{problem.seqlen_k}"
+        cells = [entry.spec.slug(), str(problem.batch), heads, seqlens, entry.config.slug()]
+        if not wide:
+            cells = [f"{cells[0]}\n  {problem.batch} x {heads} x {seqlens}\n  {cells[-1]}"]
+        table.add_row(str(rank), *cells, f"{entry.measurement.ms:.4f}", f"{_tflops(entry):.1f}")
+    return table
+
+
+def _show(report: TuneReport) -> None:
     console = _console()
     how = "measured on this machine's GPU" if report.measured else "PREDICTED by the performance model, not measured"
     if report.entries:
-        table = Table(title=f"{report.gpu.title}: {how}", title_justify="left")
-        for name, justify in (
-            ("rank", "right"), ("kernel", "left"), ("batch", "right"), ("heads q/k", "right"), ("seqlen q/k", "right"),
-            ("best config", "left"), ("ms" if report.measured else "ms predicted", "right"), ("TFLOP/s", "right"),
-        ):  # fmt: skip
-            table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
-        ranked = sorted(report.entries, key=_tflops, reverse=True)
-        for rank, entry in enumerate(ranked, 1):
-            problem = entry.measurement.problem
-            table.add_row(
-                str(rank),
-                entry.spec.slug(),
-                str(problem.batch),
-                f"{problem.num_heads_q}/{problem.num_heads_k}",
-                f"{problem.seqlen_q}/{problem.seqlen_k}",
-                entry.config.slug(),
-                f"{entry.measurement.ms:.4f}",
-                f"{_tflops(entry):.1f}",
-            )
-        console.print(table)
+        console.print(f"{report.gpu.title}: {how}", markup=False, soft_wrap=True)
+        console.print(_results(report, wide=console.width >= _WIDE))
     for failure in report.failures[:10]:
         reason = " ".join(failure.reason.split())[:160]
         console.print(f"{failure.outcome}: {failure.spec.slug()} {failure.config.slug()}: {reason}", markup=False)
     if len(report.failures) > 10:
         console.print(f"... and {len(report.failures) - 10} failed trials more; --json lists them all")
     for path in report.paths:
-        console.print(f"saved {len(report.entries)} entries to {path}", markup=False, soft_wrap=True)
+        text = f"saved {len(report.entries) - report.superseded} entries to {path}"
+        if report.superseded:
+            text += f"; {report.superseded} gave way to measured or newer ones there"
+        console.print(text, markup=False, soft_wrap=True)
     console.print(
         f"{report.compiled} kernels compiled, {report.cached} from the cache, {report.seconds:.0f} s; {how}"
         + ("; ended early" if report.interrupted else "")
@@ -218,6 +234,7 @@ def _as_json(report: TuneReport) -> dict[str, Any]:
             for f in report.failures
         ],
         "paths": [str(path) for path in report.paths],
+        "superseded": report.superseded,
         "compiled": report.compiled,
         "cached": report.cached,
         "seconds": report.seconds,

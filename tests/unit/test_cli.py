@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -14,9 +15,11 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from rich.console import Console
 
 from fa2gen import driver
 from fa2gen.cli import main
+from fa2gen.commands import tune as tune_command
 from fa2gen.commands.options import make_specs
 from fa2gen.hardware import Gpu, list_gpus
 from fa2gen.spec import FwdConfig, KernelSpec
@@ -157,6 +160,7 @@ class FakeTuner:
     interrupted: bool = False
     empty: bool = False
     measured: bool = False
+    superseded: int = 0
     calls: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
     def __call__(self, requests: Sequence[TuneRequest], gpu: Gpu, **options: Any) -> TuneReport:
@@ -175,7 +179,9 @@ class FakeTuner:
             entries.append(TunedEntry(request.spec, bucket, FwdConfig(), measurement, provenance))
         failures = (Failure(requests[0].spec, FwdConfig(block_m=64), "spilled", "8 bytes\nof stores"),)
         paths = () if self.empty else (Path("/tables/fwd.json"),)
-        return TuneReport(gpu, self.measured, tuple(entries), failures, paths, 4, 5, 6.0, {}, self.interrupted)
+        return TuneReport(
+            gpu, self.measured, tuple(entries), failures, paths, 4, 5, 6.0, {}, self.interrupted, self.superseded
+        )
 
 
 @pytest.fixture
@@ -355,3 +361,114 @@ def test_interrupt_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("fa2gen.commands.options.get_gpu", interrupted)
     assert_one_line_error(run("emit", "--headdim", "64", "--gpu", "a100", "-o", "x"), 130, "interrupted")
+
+
+def test_no_command_is_one_line() -> None:
+    assert_one_line_error(run(), 2, "command", "fa2gen --help")
+
+
+@pytest.mark.parametrize("command", ["tune", "emit", "verify"])
+def test_sizes_that_no_kernel_takes(command: str, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    extra = ["-o", str(out)] if command != "verify" else []
+    arguments = [command, "--headdim", "64", "--gpu", "a100", *extra]
+    for ratio in ("1025", "1000000000", "100000000000000000000"):
+        assert_one_line_error(run(*arguments, "--gqa", ratio), 1, f"gqa_ratio {ratio}", "1 to 1024")
+    for length in ("2147483648", "3000000000000000000000"):
+        assert_one_line_error(run(*arguments, "--seqlen-q", length), 2, "--seqlen-q", length)
+        assert_one_line_error(run(*arguments, "--seqlen-q", "8", "--seqlen-k", length), 2, "--seqlen-k", length)
+    assert not out.exists()
+
+
+def test_tune_needs_work_to_do() -> None:
+    assert_one_line_error(run(*TUNE, "--seqlen-q", "0"), 2, "--seqlen-q", "0")
+    assert_one_line_error(run(*TUNE, "--seqlen-q", "8", "--seqlen-k", "0"), 2, "--seqlen-k", "0")
+
+
+def test_verify_that_cannot_fit_in_memory() -> None:
+    result = run("verify", "--headdim", "128", "--causal", "--dtype", "bf16", "--seqlen-q", "2000000000",
+                 "--backend", "emulator")  # fmt: skip
+    assert_one_line_error(result, 1, "seqlen_q 2000000000", "GiB")
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ('{"block_m": 100}', ("block_m 100", "16-row tiles")),
+        ('{"block_m": 1048576}', ("262144 query rows",)),
+        ('{"block_n": 512, "step_n": 512}', ("block_n 512",)),
+        ('{"block_m": 512, "block_n": 256, "num_stages": 3, "num_warps": 8}', ("shared memory",)),
+    ],
+)
+def test_verify_without_a_gpu_refuses_configs_that_none_can_run(config: str, words: tuple[str, ...]) -> None:
+    result = run(
+        "verify", "--headdim", "64", "--dtype", "bf16", "--causal", "--backend", "emulator", "--config", config
+    )
+    assert_one_line_error(result, 1, "any GPU", *words)
+
+
+def test_tune_that_saves_nothing_says_so(tuner: FakeTuner) -> None:
+    tuner.empty = True
+    assert "error: nothing was saved: no config" in run(*TUNE).stderr
+    tuner.interrupted = True
+    late = run(*TUNE, "--timeout", "5")
+    assert (late.exit_code, late.stderr.count("error: ")) == (1, 1)
+    assert "nothing was saved: the time was up" in late.stderr
+
+
+def test_tune_does_not_claim_to_have_saved_what_gave_way(tuner: FakeTuner) -> None:
+    tuner.superseded = 5
+    assert "saved 7 entries to /tables/fwd.json; 5 gave way" in run(*TUNE).stdout
+    assert json.loads(run(*TUNE, "--json").stdout)["superseded"] == 5
+
+
+@pytest.mark.parametrize("columns", [80, 72, 200])
+def test_results_fit_the_terminal(tuner: FakeTuner, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def console() -> Console:
+        return Console(width=columns, highlight=False)
+
+    monkeypatch.setattr(tune_command, "_console", console)
+    out = run("tune", "--headdim", "128", "--gpu", "a100").stdout
+    table = [line for line in out.splitlines() if not line.startswith(("saved ", "spilled: ", "4 kernels"))]
+    assert max(map(len, table)) <= columns
+    for name in ("fwd_d128_bf16_causal_gqa8", FwdConfig().slug(), "8192/8192", "TFLOP/s"):
+        assert name in out
+
+
+def test_emit_writes_all_or_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "out"
+    arguments = ("emit", "--headdim", "64", "--dtype", "bf16", "--causal", "-o", str(out))
+    assert run(*arguments).exit_code == 0
+    before = {path.name: path.read_text() for path in out.iterdir()}
+    (out / "mine.txt").write_text("mine")
+
+    real = Path.write_text
+    written: list[Path] = []
+
+    def full_disk(self: Path, *args: Any, **options: Any) -> int:
+        written.append(self)
+        if len(written) == 3:
+            raise OSError(28, "No space left on device")
+        return real(self, *args, **options)
+
+    monkeypatch.setattr(Path, "write_text", full_disk)
+    assert_one_line_error(run(*arguments, "--seqlen-q", "64", "--headdim", "128"), 1, "No space left")
+    monkeypatch.undo()
+    assert {path.name: path.read_text() for path in out.iterdir()} == {**before, "mine.txt": "mine"}
+    (out / "main.cpp").unlink()
+    (out / "main.cpp").mkdir()
+    assert_one_line_error(run(*arguments, "--headdim", "128"), 1, "out", "main.cpp")
+    assert {path.name for path in out.iterdir()} == {*before, "mine.txt"}
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_signal_ends_the_command_in_order(number: signal.Signals, tmp_path: Path) -> None:
+    program = (
+        "import os, signal, sys, time, fa2gen.commands.options as options\n"
+        f"options.get_gpu = lambda name: (os.kill(os.getpid(), {int(number)}), time.sleep(30))\n"
+        "from fa2gen.cli import main\n"
+        f"main(['emit', '--headdim', '64', '--gpu', 'a100', '-o', {str(tmp_path / 'out')!r}])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    # An empty line first: a terminal shows ^C where the cursor was.
+    assert (done.returncode, done.stderr) == (128 + number, "\nerror: interrupted\n")
