@@ -16,8 +16,6 @@ from .builder import build
 from .runner import Buffer, Counters, run
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-# The order of the blocks depends on it, results do not. Small, so that several sections of heads are exercised.
-_L2_BYTES = 256 * 1024
 
 
 def run_forward(
@@ -68,7 +66,9 @@ def run_forward(
     kernel = build(render_kernel(spec, config, "host"))
     # (batch, row, head): the order of a (batch, seqlen, heads, head_dim) tensor's own strides.
     strides = {name: _used_strides(t) for name, t in (("q", q), ("k", k), ("v", v), ("o", out))}
-    plan = fwd_plan(spec, config, problem, strides=strides, softmax_scale=softmax_scale, l2_bytes=_L2_BYTES)
+    plan = fwd_plan(
+        spec, config, problem, strides=strides, softmax_scale=softmax_scale, l2_bytes=_l2_bytes(spec, problem)
+    )
     output = _tensor_buffer("o", out, output=True)
     repairs = np.zeros(1, np.uint32)
     buffers = [
@@ -104,6 +104,15 @@ def _problem(spec: KernelSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     if k.shape != v.shape or k.shape[0] != q.shape[0]:
         raise ArgumentError(f"k and v must have one shape and q's batch: {tuple(k.shape)}, {tuple(v.shape)}")
     return Problem(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2])
+
+
+def _l2_bytes(spec: KernelSpec, problem: Problem) -> int:
+    """An L2 whose half holds K and V of two thirds of the heads, so that there are two sections, the second smaller.
+
+    The order of the blocks depends on it, results do not.
+    """
+    heads = -(-2 * problem.batch * problem.num_heads_k // 3)
+    return 2 * heads * 4 * max(1, problem.seqlen_k) * spec.head_dim
 
 
 def _used_strides(tensor: torch.Tensor) -> tuple[int, int, int]:

@@ -32,7 +32,7 @@ class GateCase:
             - ``walk``: each row's weight lies on one key (its logit leads by about 4 sqrt(head_dim)); the rows walk
               over every tile edge and then over every key. Causal rows also face a like key just beyond their diagonal.
             - ``growing``, ``falling``, ``both``: logits change by ``amount`` for every ``period`` keys, upwards,
-              downwards, or either way by turns of rows.
+              downwards, or upwards with one row of every 16, at changing places, downwards.
             - ``spike_first``, ``spike_last``: the first or last key leads by ``amount``.
             - ``cold_first``, ``cold_last``: the keys of the first or last tile of ``period`` lie ``amount`` below the
               rest.
@@ -118,11 +118,12 @@ def forward_cases(spec: KernelSpec, config: FwdConfig, *, budget: str) -> tuple[
 
 def _quick(cases: _Cases, config: FwdConfig) -> None:
     block_m, block_n, step_n = config.block_m, config.block_n, config.step_n
-    huge, large_v, steep = _extremes(cases.spec)
+    (huge, rounded_up), large_v, steep = _extremes(cases.spec)
     few = 2 if cases.spec.gqa_ratio <= 2 else 1
     cases.add(113, 203, batch=few, heads=few)
     cases.add(block_m + 1, 2 * block_n + 1, "walk")
     cases.add(block_m - 1, block_n + 1, amount=60.0)
+    cases.add(block_m, block_n + 1)  # causal: the last key is one tile's only one, and the last row's only
     cases.add(1, block_n + 1)
     cases.add(5, 1, batch=2)
     cases.add(3, 0)
@@ -136,7 +137,9 @@ def _quick(cases: _Cases, config: FwdConfig) -> None:
     cases.add(17, 2 * block_n + 1, "cold_last", 25.0, block_n)
     cases.add(17, 2 * block_n + 1, "cold_last", 300.0, block_n)
     cases.add(17, 2 * block_n + 1, "cold_first", 300.0, block_n)
-    cases.add(17, block_n + 1, "constant", huge)
+    # A tile that every row sees whole, besides the one at the end.
+    cases.add(17, 2 * block_n + 17, "constant", huge)
+    cases.add(17, 2 * block_n + 17, "constant", rounded_up)
     cases.add(17, step_n + 1, v_scale=large_v)
     cases.add(17, 2 * block_n + 1, "cold_last", steep, block_n, v_scale=large_v)
     cases.add(17, block_n + 3, softmax_scale=0.0)
@@ -161,7 +164,7 @@ def _sizes(cases: _Cases, config: FwdConfig) -> None:
 
 def _adversaries(cases: _Cases, config: FwdConfig) -> None:
     block_m, block_n, step_n = config.block_m, config.block_n, config.step_n
-    huge, large_v, steep = _extremes(cases.spec)
+    (huge, rounded_up), large_v, steep = _extremes(cases.spec)
     rows, keys = 2 * block_m + 17, 8 * block_n + step_n + 1
     for seqlen_q, seqlen_k in ((rows, keys), (keys, keys), (keys, rows)):
         cases.add(seqlen_q, seqlen_k, "walk", batch=2)
@@ -178,6 +181,7 @@ def _adversaries(cases: _Cases, config: FwdConfig) -> None:
             for amount in (9.0, 12.0, 25.0, 33.0, 36.0, 80.0, 300.0):
                 cases.add(seqlen_q, seqlen_k, data, amount, block_n)
         cases.add(seqlen_q, seqlen_k, "constant", huge)
+        cases.add(seqlen_q, seqlen_k, "constant", rounded_up)
         cases.add(seqlen_q, seqlen_k, "constant", 0.0)
         cases.add(seqlen_q, seqlen_k, v_scale=large_v)
         cases.add(seqlen_q, seqlen_k, "cold_last", steep, block_n, v_scale=large_v)
@@ -186,13 +190,15 @@ def _adversaries(cases: _Cases, config: FwdConfig) -> None:
         cases.add(seqlen_q, seqlen_k, softmax_scale=1.0)
 
 
-def _extremes(spec: KernelSpec) -> tuple[float, float, float]:
-    """Element that makes gigantic logits, factor of v near the dtype's limit, and a logit lead short of a repair.
+def _extremes(spec: KernelSpec) -> tuple[tuple[float, float], float, float]:
+    """Elements that make gigantic logits, factor of v near the dtype's limit, and a logit lead short of a repair.
 
+    The two elements differ in how float32 rounds logit * scale, up or down: where a kernel cancels against the rounded
+    product, one makes every weight infinite and the other 0. That holds at the head dims 1, 8, 64, 96 and 128.
     bf16: 133120 is exact and gives logits of 1e11; 2^100 leaves normal draws and their sums within float32, but not
     times e^30, where a reference that is never renewed has p of up to 1e13.
     """
-    return (60000.0, 2.0**13, 8.0) if spec.dtype == "fp16" else (133120.0, 2.0**100, 30.0)
+    return ((60000.0, 61024.0), 2.0**13, 8.0) if spec.dtype == "fp16" else ((133120.0, 150528.0), 2.0**100, 30.0)
 
 
 def make_inputs(spec: KernelSpec, case: GateCase, device: str | torch.device = "cpu") -> tuple[Tensor, Tensor, Tensor]:
@@ -237,7 +243,9 @@ def _impose_profile(case: GateCase, q: Tensor, k: Tensor) -> None:
         raise ArgumentError(f"data of a gate case is unknown: {case.data!r}")
     q[..., -1] = -lead if case.data == "falling" else lead
     if case.data == "both":
-        q[:, 1::2, :, -1] = -lead
+        # One row alone must be enough to repair a step: rows 11, 16, 37, 58, 79, ... are in both halves of mma tiles.
+        rows = torch.arange(case.problem.seqlen_q)
+        q[:, rows % 16 == (rows // 16 * 5 + 11) % 16, :, -1] = -lead
     k[..., -1] = (profile.float() / (lead * case.softmax_scale))[:, None]
 
 

@@ -71,6 +71,68 @@ MUTATIONS = {
         "return tile + swizzled(threadIdx.x / 8, threadIdx.x % 8) + 8;",
         {"shared-misaligned"},
     ),
+    "the last section of heads is not smaller": (
+        "min_i32(p.heads_per_section, p.batch * p.num_heads - first_head)",
+        "p.heads_per_section",
+        {"global-out-of-range", "global-two-writers", "global-not-written", "global-out-of-view"},
+    ),
+    "one row of Q too many is loaded": (
+        "p.q_row_stride, p.seqlen_q - row_0);",
+        "p.q_row_stride, p.seqlen_q - row_0 + 1);",
+        {"global-out-of-view", "global-out-of-range"},
+    ),
+    "tiles are walked the wrong way": (
+        "from.plus_bytes(-tile_bytes)",
+        "from.plus_bytes(tile_bytes)",
+        {"global-out-of-view", "global-out-of-range"},
+    ),
+    "LSE of another row": (
+        "* p.seqlen_q + warp_row + row), lse)",
+        "* p.seqlen_q + warp_row + (row ^ 1)), lse)",
+        {"global-two-writers", "global-out-of-range", NUMBERS},
+    ),
+    "a warp is idle one key too long": (
+        "warp_row + kWarpRows - 1 + diagonal));",
+        "warp_row + kWarpRows - 2 + diagonal));",
+        {NUMBERS},
+    ),
+    "only the upper rows are guarded": (
+        "step_sum[i][0] < rows.limit && step_sum[i][1] < rows.limit",
+        "step_sum[i][0] < rows.limit",
+        {NUMBERS},
+    ),
+    "only the lower rows are guarded": (
+        "step_sum[i][0] < rows.limit && step_sum[i][1] < rows.limit",
+        "step_sum[i][1] < rows.limit",
+        {NUMBERS},
+    ),
+    "only one lane is asked": (
+        "if (!all_lanes(proved)) return false;",
+        "if (!any_lane(proved)) return false;",
+        {NUMBERS},
+    ),
+    "large references are guarded": (
+        "rows.limit = large ? -1.f : kGuardLimit;",
+        "rows.limit = kGuardLimit;",
+        {NUMBERS},
+    ),
+    "a repair keeps the weights that failed": (
+        "still in shared memory\n        gemm_qk(acc_s, frag_q, lane_q, lane_k);",
+        "still in shared memory",
+        {NUMBERS},
+    ),
+    "blocks are whole too early": (
+        "min_i32(blocks.whole, first_end / kBlockN)",
+        "min_i32(blocks.whole, (first_end + kBlockN - 1) / kBlockN)",
+        {NUMBERS},
+    ),
+    "the quad's sum is a half": (
+        "return v + shfl_xor(v, 2);\n}\n\nFUNC void clear",
+        "return v;\n}\n\nFUNC void clear",
+        {NUMBERS},
+    ),
+    "a row without keys divides by 0": ("sum == 0.f ? 0.f : rcp(sum)", "rcp(sum)", {NUMBERS}),
+    "a row without keys has no reference": ("new_max == neg_inf() ? 0.f : new_max", "new_max", {NUMBERS}),
     "causal mask off by one": ("lane / 4 + diagonal + 1);", "lane / 4 + diagonal + 2);", {NUMBERS}),
     "mask at the end of the keys off by one": ("int end = seqlen_k;", "int end = seqlen_k + 1;", {NUMBERS}),
     "last visible block is skipped": (
@@ -100,7 +162,92 @@ MUTATIONS = {
 }
 
 
-def _gate(monkeypatch: pytest.MonkeyPatch, spec: KernelSpec, mutate: tuple[str, str] | None) -> GateReport:
+ONE_STAGE = FwdConfig(block_m=64, block_n=64, step_n=64, num_warps=4, num_stages=1, softmax="guarded")
+RING = FwdConfig(block_m=64, block_n=64, step_n=32, num_warps=4, num_stages=3, q_in_regs=True, softmax="online")
+UNALIGNED = dataclasses.replace(CAUSAL, head_dim=59, alignment=2)
+RACES = {"shared-race-read-after-write", "shared-race-write-after-read", "shared-uninitialised-read"}
+NOT_WAITED = {"cp-async-not-waited", "cp-async-overwrite"}
+
+# What the other schedules and the other way of loading depend on: (spec, config, text, replacement, diagnostics)
+OTHER_MUTATIONS = {
+    "one stage: no barrier before V is replaced": (
+        CAUSAL,
+        ONE_STAGE,
+        "sync_threads();  // K(i) is visible to",
+        "// K(i) is visible to",
+        RACES,
+    ),
+    "one stage: no barrier before K is replaced": (
+        CAUSAL,
+        ONE_STAGE,
+        "sync_threads();  // V(i) is visible",
+        "// V(i) is visible",
+        RACES,
+    ),
+    "one stage: no wait for K": (
+        CAUSAL,
+        ONE_STAGE,
+        "cp_async_wait<0>();\n      sync_threads();  // K",
+        "sync_threads();  // K",
+        NOT_WAITED | RACES,
+    ),
+    "one stage: no wait for V": (
+        CAUSAL,
+        ONE_STAGE,
+        "cp_async_wait<0>();\n        sync_threads();  // V",
+        "sync_threads();  // V",
+        NOT_WAITED | RACES,
+    ),
+    "one stage: an idle warp skips the barrier": (
+        CAUSAL,
+        ONE_STAGE,
+        "sync_threads();  // V",
+        "if (active) sync_threads();  // V",
+        {"deadlock", "barrier-site"} | RACES,
+    ),
+    "Q in registers: no sync_warp": (CAUSAL, RING, "    sync_warp();\n    if (blocks", "    if (blocks", RACES),
+    "Q in registers: a wait too weak": (
+        CAUSAL,
+        RING,
+        "kNumStages == 1 ? 0 : kNumStages - 2",
+        "kNumStages - 1",
+        NOT_WAITED,
+    ),
+    "the ring skips a stage": (
+        CAUSAL,
+        RING,
+        "stage + 1 == kNumStages ? 0 : stage + 1",
+        "stage ? 0 : 2",
+        NOT_WAITED | RACES,
+    ),
+    "no commit before the loop": (
+        CAUSAL,
+        RING,
+        "      load_v(stage, false);\n    }\n    cp_async_commit();",
+        "      load_v(stage, false);\n    }",
+        NOT_WAITED,
+    ),
+    "elements: no barrier": (UNALIGNED, CONFIG, "sync_threads();  // K(i) and", "// K(i) and", RACES),
+    "elements: one column too many is read": (
+        UNALIGNED,
+        CONFIG,
+        "valid && column + 1 < kHeadDim",
+        "valid",
+        {"global-out-of-view", "global-out-of-range"},
+    ),
+    "elements: columns beyond the row are stored": (
+        UNALIGNED,
+        CONFIG,
+        "if (column + e < kHeadDim) st_global",
+        "st_global",
+        {"global-two-writers", "global-out-of-view"},
+    ),
+}
+
+
+def _gate(
+    monkeypatch: pytest.MonkeyPatch, spec: KernelSpec, mutate: tuple[str, str] | None, config: FwdConfig = CONFIG
+) -> GateReport:
     def render(spec: KernelSpec, config: FwdConfig, platform: str) -> KernelSource:
         source = render_kernel(spec, config, platform)
         if mutate is None:
@@ -112,10 +259,10 @@ def _gate(monkeypatch: pytest.MonkeyPatch, spec: KernelSpec, mutate: tuple[str, 
     monkeypatch.setattr(forward, "render_kernel", render)
 
     def runner(q, k, v, softmax_scale):
-        out, lse, _ = run_forward(spec, CONFIG, q, k, v, softmax_scale=softmax_scale)
+        out, lse, _ = run_forward(spec, config, q, k, v, softmax_scale=softmax_scale)
         return out, lse
 
-    return run_gate(spec, CONFIG, runner, forward_cases(spec, CONFIG, budget="quick"))
+    return run_gate(spec, config, runner, forward_cases(spec, config, budget="quick"))
 
 
 @pytest.mark.parametrize("spec", [CAUSAL, FULL], ids=lambda spec: spec.slug())
@@ -134,3 +281,11 @@ def test_mutation_is_caught(monkeypatch, name):
     except EmulatorError as error:
         caught, text = error.name, str(error)
     assert caught in expected, text
+
+
+@pytest.mark.parametrize("name", OTHER_MUTATIONS)
+def test_mutation_of_another_schedule_is_named(monkeypatch, name):
+    spec, config, old, new, expected = OTHER_MUTATIONS[name]
+    with pytest.raises(EmulatorError) as caught:
+        _gate(monkeypatch, spec, (old, new), config)
+    assert caught.value.name in expected, str(caught.value)
