@@ -87,9 +87,17 @@ def run_nvcc(text: str, target: str, nvcc: Nvcc, processes: Processes | None = N
 
     Raises:
         CompileError: nvcc refused the source, was killed, or took longer than ``TIMEOUT_SECONDS``.
-        ToolchainError: nvcc cannot work (no host compiler).
+        ToolchainError: nvcc cannot work (no host compiler, no room for temporary files).
     """
-    processes = processes or Processes()
+    try:
+        return _run_in_temporary_folder(text, target, nvcc, processes or Processes())
+    except OSError as error:
+        raise ToolchainError(
+            f"temporary files for nvcc cannot be written ({error}); set TMPDIR to another folder"
+        ) from error
+
+
+def _run_in_temporary_folder(text: str, target: str, nvcc: Nvcc, processes: Processes) -> tuple[bytes, str]:
     with tempfile.TemporaryDirectory(prefix="fa2gen-", ignore_cleanup_errors=True) as folder:
         Path(folder, SOURCE_NAME).write_text(text)
         shutil.copy(_RUNTIME_HEADER, folder)

@@ -87,11 +87,15 @@ class LoadedKernel:
         with active_context(self._context):
             cuda = libcuda()
             check(cuda.cuModuleLoadData(ctypes.byref(self._module), compiled.cubin), what)
-            name = source.entry.encode()
-            check(cuda.cuModuleGetFunction(ctypes.byref(self._function), self._module, name), what)
-            status = cuda.cuFuncSetAttribute(self._function, MAX_DYNAMIC_SHARED_SIZE_BYTES, self._smem)
-            check(status, f"{what} with {self._smem} bytes of shared memory a block")
-            self._pycuda_module, self._pycuda_launch = _load_pycuda(compiled, device_index, what)
+            try:
+                name = source.entry.encode()
+                check(cuda.cuModuleGetFunction(ctypes.byref(self._function), self._module, name), what)
+                status = cuda.cuFuncSetAttribute(self._function, MAX_DYNAMIC_SHARED_SIZE_BYTES, self._smem)
+                check(status, f"{what} with {self._smem} bytes of shared memory a block")
+                self._pycuda_module, self._pycuda_launch = _load_pycuda(compiled, device_index, what)
+            except BaseException:
+                cuda.cuModuleUnload(self._module)
+                raise
         self._cu_launch = launch_function()
         self._pycuda_error = _pycuda_error()
         _loaded.add(self)

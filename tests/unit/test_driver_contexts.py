@@ -242,6 +242,7 @@ assert "cannot load kernel small on device 0: device kernel image is invalid" in
 import dataclasses
 text = raised(LaunchError, lambda: driver.load(compiled(source=dataclasses.replace(source, entry="large")), 0))
 assert "cannot load kernel large on device 0: named symbol not found" in text, text
+assert number("fake_unloads").value == 1, "a cubin that was loaded in vain is unloaded"
 for target in ("sm_90", "sm_89", "sm_86a", "sm_100", "compute_80"):
     if target == "sm_86a":
         driver.load(compiled(target), 0)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from fa2gen.compile import nvcc as nvcc_module
+from fa2gen.compile.invoke import run_nvcc
 from fa2gen.compile.nvcc import find_nvcc, identify_nvcc, key_flags, nvcc_command, nvcc_options
 from fa2gen.compile.ptxas import ResourceUsage, parse_ptxas, performance_remarks
 from fa2gen.errors import CompileError, ToolchainError
@@ -196,6 +198,13 @@ ptxas info    : Function properties for fwd
 ptxas info    : Used 255 registers, used 3 barriers, 16 bytes cumulative stack size, 512 bytes smem, 528 bytes cmem[0]
 ptxas info    : Compile time = 377.819 ms
 """
+
+
+def test_no_room_for_temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nvcc = nvcc_module.Nvcc(tmp_path / "nvcc", (13, 0, 88), "13.0.88")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+    with pytest.raises(ToolchainError, match=r"temporary files for nvcc.*TMPDIR"):
+        run_nvcc("", "sm_80", nvcc)
 
 
 def test_report_of_one_kernel_among_several() -> None:
