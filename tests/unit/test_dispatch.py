@@ -224,6 +224,7 @@ def test_what_may_change_is_no_key(device: FakeDevice) -> None:
 
 
 @pytest.mark.parametrize("warm", [False, True])
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 def test_launches_hide_from_no_observer(device: FakeDevice, warm: bool) -> None:
     q, k, v = _inputs()
     if warm:
