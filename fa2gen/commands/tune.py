@@ -43,7 +43,10 @@ if TYPE_CHECKING:
     "--timeout", type=click.FloatRange(min=0, min_open=True), metavar="SECONDS", help="Stop after; save what is found."
 )
 @click.option(
-    "--resume/--no-resume", default=True, show_default=True, help="Measured: go on where an earlier run stopped."
+    "--resume/--no-resume",
+    default=True,
+    show_default=True,
+    help="Go on with the studies of an earlier run, or put them aside.",
 )
 @click.option("--dry-run", is_flag=True, help="Only list the kernels, sizes and numbers of legal configs.")
 @json_option

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import time
 from collections.abc import Sequence
 from concurrent import futures
@@ -18,6 +20,8 @@ from fa2gen.tables import Measurement, Provenance, TunedEntry, utc_now
 from .model import MODEL_VERSION, Facts, predict
 from .report import Ledger, TuneRequest
 from .shortlist import facts_of, shortlist, spill_reason
+from .space import Space, legal_space
+from .study import TuningStudy
 from .tools import Tools
 
 DEFAULT_TRIALS = 24
@@ -34,23 +38,31 @@ class _Late(Exception):
 
 @dataclass
 class _Group:
-    """One spec: its problems, and its configs as they come back from the compiler."""
+    """One spec: its problems, and its configs as they come back from the compiler and the gate."""
 
     spec: KernelSpec
+    space: Space
     problems: list[Problem]
     configs: list[FwdConfig]
     facts: dict[FwdConfig, Facts] = field(default_factory=dict)
+    failures: dict[FwdConfig, tuple[str, str]] = field(default_factory=dict)
     missing: int = 0
 
 
-def tune_predicted(requests: Sequence[TuneRequest], ledger: Ledger, tools: Tools, trials: int | None) -> None:
+def tune_predicted(
+    requests: Sequence[TuneRequest], ledger: Ledger, tools: Tools, trials: int | None, *, resume: bool
+) -> None:
     """Tunes every request; entries go to the ledger as soon as they are proved.
+
+    The model ranks the whole legal space, so nothing is left for a sampler to find; each (spec, bucket) still has its
+    Optuna study, with every config's predicted time or failure, beside the measured ones.
 
     Args:
         requests: What to tune.
         ledger: The session's account.
         tools: The other rooms.
         trials: Configs to compile for each spec; default 24. The default config is always one more.
+        resume: False puts earlier studies aside.
     """
     tools.require_emulator()
     groups = _groups(requests, ledger, DEFAULT_TRIALS if trials is None else trials)
@@ -64,7 +76,7 @@ def tune_predicted(requests: Sequence[TuneRequest], ledger: Ledger, tools: Tools
         _take_result(group, config, result, ledger)
         group.missing -= 1
         if group.missing == 0:
-            proofs[pool.submit(_settle, group, ledger, tools)] = group
+            proofs[pool.submit(_settle, group, ledger, tools, resume)] = group
         _harvest(proofs, ledger, wait=False)
         if ledger.late():
             raise _Late
@@ -94,16 +106,17 @@ def _groups(requests: Sequence[TuneRequest], ledger: Ledger, trials: int) -> lis
         problems.setdefault(request.spec, []).append(request.problem)
     groups = []
     for spec, mine in problems.items():
+        space = legal_space(spec, ledger.gpu)
         configs = list(dict.fromkeys([default_config(spec), *shortlist(spec, mine, ledger.gpu, trials)]))
         # The default proves itself and each problem has a winner, mostly the same one.
         ledger.expect("prove", 2)
-        groups.append(_Group(spec, mine, configs, missing=len(configs)))
+        groups.append(_Group(spec, space, mine, configs, missing=len(configs)))
     return groups
 
 
 def _take_result(group: _Group, config: FwdConfig, result: CompiledKernel | CompileError, ledger: Ledger) -> None:
     if isinstance(result, CompileError):
-        ledger.fail(group.spec, config, "compile_failed", f"{result}\n{result.log}".strip())
+        _fail(group, config, "compile_failed", f"{result}\n{result.log}".strip(), ledger)
     else:
         ledger.cached += result.from_cache
         ledger.compiled += not result.from_cache
@@ -111,46 +124,82 @@ def _take_result(group: _Group, config: FwdConfig, result: CompiledKernel | Comp
         if reason is None:
             group.facts[config] = facts_of(result)
         else:
-            ledger.fail(group.spec, config, "spilled", reason)
+            _fail(group, config, "spilled", reason, ledger)
     ledger.step("compile", f"{group.spec.slug()} {config.slug()}")
 
 
-def _settle(group: _Group, ledger: Ledger, tools: Tools) -> list[TunedEntry]:
+def _fail(group: _Group, config: FwdConfig, outcome: str, reason: str, ledger: Ledger) -> None:
+    group.failures[config] = outcome, reason
+    ledger.fail(group.spec, config, outcome, reason)
+
+
+def _settle(group: _Group, ledger: Ledger, tools: Tools, resume: bool) -> list[TunedEntry]:
     """Picks and proves a config for each problem of a spec; runs beside the compiler."""
-    proved: dict[FwdConfig, str | None] = {}
+    with contextlib.ExitStack() as stack:
+        studies = [stack.enter_context(_study(group, problem, ledger, tools, resume)) for problem in group.problems]
+        times = [_record(group, problem, study, ledger) for problem, study in zip(group.problems, studies, strict=True)]
+        proved: dict[FwdConfig, str | None] = {}
 
-    def prove(config: FwdConfig) -> str | None:
-        if config not in proved:
-            try:
-                proved[config] = tools.prove(group.spec, config)
-            except GateError as error:
-                proved[config] = None
-                ledger.fail(group.spec, config, "wrong", str(error))
-            ledger.step("prove", f"{group.spec.slug()} {config.slug()}")
-        return proved[config]
+        def prove(config: FwdConfig) -> str | None:
+            if config not in proved:
+                try:
+                    proved[config] = tools.prove(group.spec, config)
+                except GateError as error:
+                    proved[config] = None
+                    _fail(group, config, "wrong", str(error), ledger)
+                    for study in studies:
+                        study.reject(config, str(error))
+                ledger.step("prove", f"{group.spec.slug()} {config.slug()}")
+            return proved[config]
 
-    fallback = default_config(group.spec)
-    prove(fallback)
-    entries = []
-    for problem, ranking in zip(group.problems, _rankings(group, ledger), strict=True):
-        candidates = ranking[:_MAX_PROOFS] + [fallback] * (fallback in group.facts)
-        for config in candidates:
-            text = prove(config)
-            if text is not None:
-                entries.append(_entry(group, problem, config, text, ledger, tools))
-                break
-    return entries
+        fallback = default_config(group.spec)
+        prove(fallback)
+        entries = []
+        for problem, study, ranking, mine in zip(group.problems, studies, _rankings(times), times, strict=True):
+            for config in ranking[:_MAX_PROOFS] + [fallback] * (fallback in group.facts):
+                text = prove(config)
+                if text is not None:
+                    entries.append(_entry(group, problem, config, mine, len(study.failures()), text, ledger, tools))
+                    break
+        return entries
 
 
-def _rankings(group: _Group, ledger: Ledger) -> list[list[FwdConfig]]:
+def _study(group: _Group, problem: Problem, ledger: Ledger, tools: Tools, resume: bool) -> TuningStudy:
+    return TuningStudy(
+        ledger.gpu,
+        group.spec,
+        problem.bucket(ledger.gpu.num_sms),
+        template_hash=tools.template_hash(group.spec.kind, FwdConfig.family),
+        space=group.space,
+        # Other facts or another model give other numbers, which must not meet these.
+        objective=f"{MODEL_VERSION}, nvcc {tools.nvcc_version()}",
+        resume=resume,
+    )
+
+
+def _record(group: _Group, problem: Problem, study: TuningStudy, ledger: Ledger) -> dict[FwdConfig, float]:
+    """Writes what the compiler said into a problem's study; all predicted times, earlier sessions' included."""
+    for config, (outcome, reason) in group.failures.items():
+        study.record_failure(config, outcome, reason)
+    times = {
+        config: predict(group.spec, config, problem, ledger.gpu, facts).ms for config, facts in group.facts.items()
+    }
+    for config, ms in times.items():
+        facts = group.facts[config]
+        study.record(config, ms, registers=facts.registers, spill_bytes=facts.spill_bytes)
+    times = {**study.times(), **times}
+    # What this session's compiler or an earlier session's gate refused is out.
+    refused = {*group.failures, *study.failures()}
+    return {config: ms for config, ms in times.items() if config not in refused}
+
+
+def _rankings(times: list[dict[FwdConfig, float]]) -> list[list[FwdConfig]]:
     """Configs for each problem, best first; those within ``_TIE`` of the best in the order of the whole spec."""
-    times = [
-        {config: predict(group.spec, config, problem, ledger.gpu, facts).ms for config, facts in group.facts.items()}
-        for problem in group.problems
-    ]
     best = [min(mine.values(), default=1.0) for mine in times]
+    everywhere = {config for mine in times for config in mine}
     overall = {
-        config: sum(mine[config] / fastest for mine, fastest in zip(times, best, strict=True)) for config in group.facts
+        config: sum(mine.get(config, math.inf) / fastest for mine, fastest in zip(times, best, strict=True))
+        for config in everywhere
     }
     rankings = []
     for mine, fastest in zip(times, best, strict=True):
@@ -161,9 +210,16 @@ def _rankings(group: _Group, ledger: Ledger) -> list[list[FwdConfig]]:
 
 
 def _entry(
-    group: _Group, problem: Problem, config: FwdConfig, numerics: str, ledger: Ledger, tools: Tools
+    group: _Group,
+    problem: Problem,
+    config: FwdConfig,
+    times: dict[FwdConfig, float],
+    failed: int,
+    numerics: str,
+    ledger: Ledger,
+    tools: Tools,
 ) -> TunedEntry:
-    ms = predict(group.spec, config, problem, ledger.gpu, group.facts[config]).ms
+    ms = times[config]
     return TunedEntry(
         spec=group.spec,
         bucket=problem.bucket(ledger.gpu.num_sms),
@@ -174,8 +230,8 @@ def _entry(
             nvcc=tools.nvcc_version(),
             driver="",
             versions=tools.versions(),
-            trials=len(group.configs),
-            feasible=len(group.facts),
+            trials=len(times) + failed,
+            feasible=len(times),
             numerics=numerics,
             utc=utc_now(),
             model_version=MODEL_VERSION,

@@ -42,7 +42,7 @@ def tune(
         trials: Measured: configs to time for each request (default 40). Predicted: configs to compile for each spec
             (default 24). 0: only the default config is proved and saved.
         timeout: Seconds for the whole session.
-        resume: Measured only: go on with the study of an earlier session.
+        resume: Go on with the studies of an earlier session; False puts them aside.
         progress: Called after every step, from one thread at a time.
         measured: None: measure if the GPU is in this machine. True: insist on it. False: predict in any case.
         tools: Replaces compiling, proving and measuring, for tests.
@@ -80,7 +80,7 @@ def tune(
         if device is None:
             from .predicted import tune_predicted
 
-            tune_predicted(unique, ledger, tools, trials)
+            tune_predicted(unique, ledger, tools, trials, resume=resume)
         else:
             index, driver = device
             worker = tools.worker(index)

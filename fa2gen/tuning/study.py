@@ -48,9 +48,11 @@ def state_dir() -> Path:
     return Path(base).expanduser() / "fa2gen" / "studies"
 
 
-def study_name(gpu: str, spec: KernelSpec, bucket: Bucket, family: str, template_hash: str, space_key: str) -> str:
+def study_name(
+    gpu: str, spec: KernelSpec, bucket: Bucket, family: str, template_hash: str, space_key: str, objective: str
+) -> str:
     """Readable name with a hash over everything that makes old numbers comparable with new ones."""
-    identity = json.dumps([gpu, spec.key(), bucket.label(), family, template_hash, space_key])
+    identity = json.dumps([gpu, spec.key(), bucket.label(), family, template_hash, space_key, objective])
     digest = hashlib.sha256(identity.encode()).hexdigest()[:12]
     return f"{gpu}_{spec.slug()}_{bucket.label()}_{family}_{digest}"
 
@@ -111,6 +113,7 @@ class TuningStudy:
         gpu, spec, bucket: What is tuned.
         template_hash: Of the kernel's templates.
         space: The legal space.
+        objective: What the numbers are: ``"measured"``, or the model and compiler that predict them. Never mixed.
         family: Kernel family.
         seed: Of the sampler.
         resume: False puts an earlier study aside (``*.old``), unless another process is using it.
@@ -125,6 +128,7 @@ class TuningStudy:
         *,
         template_hash: str,
         space: Space,
+        objective: str = "measured",
         family: str = "sm80",
         seed: int = 0,
         resume: bool = True,
@@ -137,7 +141,7 @@ class TuningStudy:
         }
         folder = directory or state_dir()
         folder.mkdir(parents=True, exist_ok=True)
-        self.name = study_name(gpu.name, spec, bucket, family, template_hash, space.key())
+        self.name = study_name(gpu.name, spec, bucket, family, template_hash, space.key(), objective)
         self.path = folder / f"{self.name}.journal"
         # Shared by every process that works on the study; the one that gets it alone may clean up after dead ones.
         self._session = open(self.path.with_suffix(".session"), "w")  # noqa: SIM115  (open until close)
@@ -287,6 +291,27 @@ class TuningStudy:
         """Records why a config has no time."""
         self._tell_failure(asked.trial, outcome, reason)
 
+    def record(self, config: FwdConfig, ms: float, **attrs: Any) -> None:
+        """Adds a config whose time was found without asking, as a finished trial; a known one is left as it is."""
+        self._add(config, TrialState.COMPLETE, ms, attrs)
+
+    def record_failure(self, config: FwdConfig, outcome: str, reason: str) -> None:
+        """Adds a config that failed without having been asked for; a known one is left as it is."""
+        _require_outcome(outcome)
+        self._add(config, TrialState.PRUNED, None, {"outcome": outcome, "reason": reason})
+
+    def _add(self, config: FwdConfig, state: TrialState, ms: float | None, attrs: dict[str, Any]) -> None:
+        params = params_of(config)
+        # The default may lie outside the grid; its numbers are in the tables, not in the study.
+        if any(value not in GRID[name] for name, value in params.items()) or config_of(params) != config:
+            return
+        if config in self.times() or config in self.failures():
+            return
+        trial = optuna.trial.create_trial(
+            state=state, value=ms, params=params, distributions=self._distributions, user_attrs=attrs
+        )
+        self._study.add_trial(trial)
+
     def abandon(self, asked: Asked) -> None:
         """Gives a config back untried, after an interruption."""
         with contextlib.suppress(Exception):
@@ -333,9 +358,13 @@ class TuningStudy:
         return {config for config in map(config_of, complete) if config is not None}
 
     def _tell_failure(self, trial: Any, outcome: str, reason: str) -> None:
-        if outcome not in OUTCOMES:
-            raise ValueError(f"outcome must be one of {', '.join(OUTCOMES)}, got {outcome!r}")
+        _require_outcome(outcome)
         trial.set_user_attr("outcome", outcome)
         trial.set_user_attr("reason", reason)
         # Pruned, not failed: the sampler learns that the region is no good.
         self._study.tell(trial, state=TrialState.PRUNED)
+
+
+def _require_outcome(outcome: str) -> None:
+    if outcome not in OUTCOMES:
+        raise ValueError(f"outcome must be one of {', '.join(OUTCOMES)}, got {outcome!r}")

@@ -15,6 +15,8 @@ from fa2gen.spec import KernelSpec
 from fa2gen.tables import load_table, save_entries, table_path
 from fa2gen.tuning.model import MODEL_VERSION
 from fa2gen.tuning.session import TuneRequest, default_requests, tune
+from fa2gen.tuning.space import legal_space
+from fa2gen.tuning.study import TuningStudy
 from fa2gen.tuning.worker import TrialFailure
 from tests.tuning_fakes import FakeRooms, ResourceUsage, entry, request_for
 
@@ -98,6 +100,37 @@ def test_predicted_compiles_24_of_each_spec_and_proves_winner_and_default(rooms,
         assert row.provenance.trials >= 24
     assert (report.compiled, report.cached) == (len(rooms.compiled), 0)
     assert report.paths == (tmp_path / "tables" / "a100" / "fwd.json",)
+
+
+def test_predicted_times_are_kept_in_a_study_of_their_own(rooms, tmp_path):
+    rooms.refused = lambda config: config.block_m == 128
+    run(rooms, tmp_path, gpu="a100", trials=40)
+    request = request_for()
+
+    def open_study(**options):
+        gpu = get_gpu("a100")
+        return TuningStudy(
+            gpu,
+            request.spec,
+            request.problem.bucket(gpu.num_sms),
+            template_hash="t",
+            space=legal_space(request.spec, gpu),
+            **options,
+        )
+
+    with open_study(objective=f"{MODEL_VERSION}, nvcc 13.0.88") as study:
+        times, failures = study.times(), study.failures()
+    assert len(times) + len(failures) >= 40
+    assert times
+    assert {outcome for outcome, _ in failures.values()} == {"compile_failed"}
+    with open_study() as study:
+        assert not study.times(), "measured and predicted times met"
+    # A shorter session still knows what the longer one found; without resume it does not.
+    report = run(rooms, tmp_path, gpu="a100", trials=2)
+    assert report.entries[0].measurement.ms == min(times.values())
+    assert report.entries[0].provenance.trials >= 40
+    report = run(rooms, tmp_path, gpu="a100", trials=2, resume=False)
+    assert report.entries[0].provenance.trials <= 3
 
 
 def test_predicted_uses_what_ptxas_says(rooms, tmp_path):

@@ -119,9 +119,10 @@ def test_a_small_space_ends(tmp_path):
         assert seen >= set(space.configs)
 
 
-@pytest.mark.parametrize("change", ["gpu", "spec", "bucket", "family", "template", "space"])
+@pytest.mark.parametrize("change", ["gpu", "spec", "bucket", "family", "template", "space", "objective"])
 def test_a_study_belongs_to_everything_that_makes_times_comparable(change):
     base = {"gpu": "a100", "spec": SPEC, "bucket": BUCKET, "family": "sm80", "template": "t", "space": "s"}
+    base["objective"] = "measured"
     other = {**base, change: {"spec": KernelSpec(causal=True), "bucket": PROBLEM.bucket(10**6)}.get(change, "other")}
     assert study_name(*base.values()) != study_name(*other.values())
 
