@@ -22,33 +22,35 @@ FUNC void load_query_fragments(u32 (&frag)[kTilesM][4], u32 lane_q, int k) {
   for (int i = 0; i < kTilesM; i++) ldmatrix_x4(frag[i], (lane_q ^ (k % 4 * 32)) + k / 4 * kPanelQ + i * kRows16);
 }
 
-// acc_s = Q K^T. The next B fragment is loaded before the current one is used.
-FUNC void gemm_qk(ScoreTile& acc_s, const QueryFragments& frag_q, u32 lane_q, u32 lane_k) {
-  constexpr int kPairs = kTilesS / 2, kFragments = kStepsQK * kPairs;
-  u32 frag_k[2][4], frag_a[kTilesM][4];
-  auto load_key_fragment = [&](int f) {
-    const int k = f / kPairs, pair = f % kPairs;
-    ldmatrix_x4(frag_k[f % 2], (lane_k ^ (k % 4 * 32)) + k / 4 * kPanelKV + pair * kRows16);
-  };
-  load_key_fragment(0);
+// B fragment of k step `k` for a pair of n8 tiles (16 keys).
+FUNC void load_key_fragment(u32 (&frag)[4], u32 lane_k, int k, int pair) {
+  ldmatrix_x4(frag, (lane_k ^ (k % 4 * 32)) + k / 4 * kPanelKV + pair * kRows16);
+}
+
+// One k16 step of acc_s = Q K^T; the first sets acc_s, the others add. The next B fragment is loaded before the current
+// one is used. (A loop of its own: with both kinds of step in its body, nvcc leaves a long one rolled and acc_s in
+// memory.)
+template <bool kFirst>
+FUNC void gemm_qk_step(ScoreTile& acc_s, const QueryFragments& frag_q, u32 (&frag_k)[2][4], u32 lane_q, u32 lane_k,
+                       int k) {
+  constexpr int kPairs = kTilesS / 2;
+  u32 frag_a[kTilesM][4];
+  if constexpr (kQInRegs) {
 #pragma unroll
-  for (int f = 0; f < kFragments; f++) {
-    const int k = f / kPairs, pair = f % kPairs;
-    if (pair == 0) {
-      if constexpr (kQInRegs) {
+    for (int i = 0; i < kTilesM; i++)
 #pragma unroll
-        for (int i = 0; i < kTilesM; i++)
+      for (int j = 0; j < 4; j++) frag_a[i][j] = frag_q[k][i][j];
+  } else {
+    load_query_fragments(frag_a, lane_q, k);
+  }
 #pragma unroll
-          for (int j = 0; j < 4; j++) frag_a[i][j] = frag_q[k][i][j];
-      } else {
-        load_query_fragments(frag_a, lane_q, k);
-      }
-    }
-    if (f + 1 < kFragments) load_key_fragment(f + 1);
-    const u32(&b)[4] = frag_k[f % 2];
+  for (int pair = 0; pair < kPairs; pair++) {
+    const int current = k * kPairs + pair, next = current + 1;
+    if (next < kStepsQK * kPairs) load_key_fragment(frag_k[next % 2], lane_k, next / kPairs, next % kPairs);
+    const u32(&b)[4] = frag_k[current % 2];
 #pragma unroll
     for (int i = 0; i < kTilesM; i++) {
-      if (k == 0) {
+      if constexpr (kFirst) {
         mma_m16n8k16_init<Element>(acc_s[i][2 * pair], frag_a[i], b[0], b[1]);
         mma_m16n8k16_init<Element>(acc_s[i][2 * pair + 1], frag_a[i], b[2], b[3]);
       } else {
@@ -57,6 +59,15 @@ FUNC void gemm_qk(ScoreTile& acc_s, const QueryFragments& frag_q, u32 lane_q, u3
       }
     }
   }
+}
+
+// acc_s = Q K^T.
+FUNC void gemm_qk(ScoreTile& acc_s, const QueryFragments& frag_q, u32 lane_q, u32 lane_k) {
+  u32 frag_k[2][4];
+  load_key_fragment(frag_k[0], lane_k, 0, 0);
+  gemm_qk_step<true>(acc_s, frag_q, frag_k, lane_q, lane_k, 0);
+#pragma unroll
+  for (int k = 1; k < kStepsQK; k++) gemm_qk_step<false>(acc_s, frag_q, frag_k, lane_q, lane_k, k);
 }
 
 // Packs P to 16 bits. Two neighbouring n8 tiles of S are the A fragment of one k16 step of P V: no shuffle, no memory.
