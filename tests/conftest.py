@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import tempfile
 from pathlib import Path
 
@@ -29,6 +30,11 @@ def _redirect_user_folders() -> None:
 
 
 _redirect_user_folders()
+
+# A shell starts background jobs with SIGINT ignored, and Python then leaves it so; tests of Ctrl-C need the usual handler,
+# and so do the processes that tests start.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _gpu_unavailable_reason() -> str | None:
