@@ -31,8 +31,8 @@ def _redirect_user_folders() -> None:
 
 _redirect_user_folders()
 
-# A shell starts background jobs with SIGINT ignored, and Python then leaves it so; tests of Ctrl-C need the usual handler,
-# and so do the processes that tests start.
+# A shell starts background jobs with SIGINT ignored, and Python then leaves it so; tests of Ctrl-C need the usual
+# handler, and so do the processes that tests start.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
