@@ -23,7 +23,7 @@ test: $(VENV)/.install
 	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
 
 test-full: $(VENV)/.install
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	FA2GEN_TEST_FULL=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff check .
