@@ -34,6 +34,11 @@ def smem_plan(spec: KernelSpec, config: FwdConfig) -> SmemPlan:
     return SmemPlan(q=0, k=k, v=v, total=v + config.num_stages * config.block_n * row)
 
 
+def rows_per_pass(config: FwdConfig) -> int:
+    """Rows of K or V that a block copies at a time: 8 threads cover the 128 bytes of a panel row."""
+    return config.num_threads // 8
+
+
 def estimate_registers(spec: KernelSpec, config: FwdConfig) -> int:
     """Lower estimate of the registers a thread needs without spilling.
 
@@ -67,8 +72,8 @@ def _shape_reason(spec: KernelSpec, config: FwdConfig, arch: ArchLimits) -> str 
         return f"block_m {config.block_m} does not give each of {config.num_warps} warps whole 16-row tiles"
     if rows > 64:
         return f"{rows} query rows a warp: above 64 the accumulators cannot fit"
-    if config.block_n % (4 * config.num_warps) or config.block_n % 16:
-        return f"block_n {config.block_n} is not whole copy passes of {4 * config.num_warps} rows"
+    if config.block_n % rows_per_pass(config) or config.block_n % 16:
+        return f"block_n {config.block_n} is not whole copy passes of {rows_per_pass(config)} rows"
     if config.num_warps < 2:
         return "one warp copies 4 rows a pass, but the swizzle needs 8"
     if config.block_n % config.step_n or config.step_n % 16:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from .codegen import FWD_PARAMS
-from .constraints import smem_plan
+from .constraints import rows_per_pass, smem_plan
 from .errors import ArgumentError, UnsupportedError
 from .problem import Problem
 from .spec import FwdConfig, KernelSpec
@@ -19,8 +19,6 @@ from .spec import FwdConfig, KernelSpec
 POINTERS = FWD_PARAMS.pointers
 """Pointer fields that lead the parameter struct: pointer i is the 8 bytes at 8 * i. Null in a fresh plan."""
 
-# Threads that copy one 128-byte panel row of K or V together (templates/sm80/tile.cuh).
-_THREADS_PER_ROW = 8
 _MAX_GRID_X = 2**31 - 1
 # Key and query indices are 32-bit in the kernel. A query tile of up to 1024 rows and a key tile of up to 256 may reach
 # beyond the end together (the last key that a query tile sees, rounded up to whole key tiles).
@@ -112,11 +110,10 @@ def fwd_plan(
     section = heads_per_section(spec, problem, l2_bytes)
     # Tile indices inside a section are 32-bit products.
     section = max(1, min(section, _MAX_GRID_X // num_m_blocks))
-    rows_per_pass = config.num_threads // _THREADS_PER_ROW
     row_bytes = {tensor: strides[tensor][1] * 2 for tensor in ("k", "v")}
     params = FWD_PARAMS.pack(
         **named_strides,
-        **{f"{tensor}_pass_bytes": rows_per_pass * bytes for tensor, bytes in row_bytes.items()},
+        **{f"{tensor}_pass_bytes": rows_per_pass(config) * bytes for tensor, bytes in row_bytes.items()},
         **{f"{tensor}_tile_bytes": config.block_n * bytes for tensor, bytes in row_bytes.items()},
         batch=problem.batch,
         num_heads=problem.num_heads_q,
