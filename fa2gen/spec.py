@@ -157,7 +157,7 @@ class FwdConfig(_Canonical):
         q_in_regs: Keep Q's fragments in registers instead of re-reading them from shared memory for every tile.
         softmax: ``"online"``: running maximum for every step. ``"guarded"``: the maximum of the first visible keys
             stays the reference; a step whose row sums show that it no longer serves is repeated with the online
-            formula, so the result is as exact for every input (bf16: |v| below 1e30, beyond which products overflow).
+            formula, so the result is as exact as the online one (in bf16 for |v| below 1e30: beyond, p v may overflow).
         min_blocks: Resident blocks per SM that the register budget must allow (``__launch_bounds__``).
     """
 
