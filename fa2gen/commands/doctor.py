@@ -35,9 +35,9 @@ class Check:
     fix: str = ""
 
 
-@click.command(short_help="Show what is installed, what is missing and how to get it.")
+@click.command("doctor")
 @json_option
-def doctor(as_json: bool) -> int:
+def command(as_json: bool) -> int:
     """Check Python, torch, the compilers, PyCUDA, the GPU, the cache and the tuned tables.
 
     Nothing is changed. The exit code is 1 if something that fa2gen cannot do without is missing or broken.

@@ -9,7 +9,7 @@ import click
 from .options import gpu_option, make_specs, resolve_gpu, seqlen_options, spec_options
 
 
-@click.command(short_help="Write CUDA files, a manifest and a C++ program that launches them.")
+@click.command("emit")
 @spec_options(gqa=(1,))
 @gpu_option("GPU whose tuned configs and target are used. [default: the one found, else a100]")
 @seqlen_options(2048)
@@ -21,7 +21,7 @@ from .options import gpu_option, make_specs, resolve_gpu, seqlen_options, spec_o
     metavar="DIR",
     help="Folder for the files.",
 )
-def emit(
+def command(
     headdims: tuple[int, ...],
     dtypes: tuple[str, ...],
     causal: bool | None,

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ..tuning.session import TuneReport, TuneRequest
 
 
-@click.command(short_help="Find the fastest configs for a GPU and save them.")
+@click.command("tune")
 @spec_options(gqa=(1, 8))
 @gpu_option("GPU to tune for. [default: the one found]")
 @seqlen_options(None, minimum=1)
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 )
 @click.option("--dry-run", is_flag=True, help="Only list the kernels, sizes and numbers of legal configs.")
 @json_option
-def tune(
+def command(
     headdims: tuple[int, ...],
     dtypes: tuple[str, ...],
     causal: bool | None,

@@ -41,7 +41,7 @@ class _Verdict:
     text: str
 
 
-@click.command(short_help="Check kernels against the float64 reference.")
+@click.command("verify")
 @spec_options(gqa=(1,))
 @gpu_option("GPU whose tuned configs are checked. [default: the one found, else none: the default config]")
 @seqlen_options(None)
@@ -61,7 +61,7 @@ class _Verdict:
 )
 @click.option("--config", "config_json", metavar="JSON", help="Check this config, e.g. '{\"block_m\": 64}'.")
 @json_option
-def verify(
+def command(
     headdims: tuple[int, ...],
     dtypes: tuple[str, ...],
     causal: bool | None,
