@@ -1,15 +1,32 @@
 """Tuned tables: what was found fastest for a spec and a bucket of sizes on a GPU, with its provenance."""
 
+from .document import SCHEMA_VERSION, NewerSchemaError, parse_table, recover_entries, render_table
 from .lookup import SOURCES, Match, lookup
-from .schema import SCHEMA_VERSION, Measurement, Provenance, Table, TunedEntry, parse_table, render_table, utc_now
-from .store import load_table, merge_entries, package_dir, require_writable, save_entries, table_path, user_dir
+from .merge import merge_entries
+from .schema import (
+    NOISE_BAND,
+    Clocks,
+    Incumbent,
+    Measurement,
+    Provenance,
+    Regate,
+    Table,
+    TunedEntry,
+    utc_now,
+)
+from .store import load_table, package_dir, require_writable, save_entries, table_path, user_dir
 
 __all__ = [
+    "NOISE_BAND",
     "SCHEMA_VERSION",
     "SOURCES",
+    "Clocks",
+    "Incumbent",
     "Match",
     "Measurement",
+    "NewerSchemaError",
     "Provenance",
+    "Regate",
     "Table",
     "TunedEntry",
     "load_table",
@@ -17,6 +34,7 @@ __all__ = [
     "merge_entries",
     "package_dir",
     "parse_table",
+    "recover_entries",
     "render_table",
     "require_writable",
     "save_entries",

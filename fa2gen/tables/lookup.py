@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -16,6 +16,7 @@ from fa2gen.problem import Bucket
 from fa2gen.spec import FwdConfig, KernelSpec
 
 from . import store
+from .merge import TemplateHash, is_current, is_gated, is_measured
 from .schema import Table, TunedEntry
 
 # What had to be relaxed, least first; each name also allows all before it.
@@ -31,9 +32,11 @@ class Match:
         config: Legal for the caller's spec on the caller's GPU.
         source: One of ``SOURCES`` or ``"default"``: the furthest relaxation that was needed.
         distance: How far the bucket and the GQA ratio are, in powers of two; 0 for an exact match or the default.
-        stale: Nearer entries were passed over because the kernel's templates have changed since (``table check``).
+        stale: The kernel's templates have changed since the entry was made, or since nearer entries were, which were
+            passed over (``fa2gen table check`` lists them).
         entry: The entry borrowed from; None for the default.
         gpu: Name of the GPU whose table it came from; ``""`` for the default.
+        gated: The entry itself is stale; its config passed the gate again with today's templates.
     """
 
     config: FwdConfig
@@ -42,6 +45,14 @@ class Match:
     stale: bool
     entry: TunedEntry | None
     gpu: str = ""
+    gated: bool = False
+
+    @property
+    def staleness(self) -> str:
+        """What ``stale`` means here, for people; ``""`` where it is False."""
+        if self.gated:
+            return "stale, passed the gate again"
+        return "nearer entries are stale" if self.stale else ""
 
     def describe(self) -> str:
         """One line for people: the config, its source and how it is known."""
@@ -49,7 +60,7 @@ class Match:
         if self.entry is not None:
             entry = self.entry
             text += f", {entry.measurement.kind}, from {self.gpu} {entry.spec.slug()} {entry.bucket.label()}"
-        return text + (" (nearer entries are stale)" if self.stale else "")
+        return text + (f" ({self.staleness})" if self.stale else "")
 
 
 def lookup(
@@ -57,7 +68,7 @@ def lookup(
     bucket: Bucket,
     gpu: Gpu,
     *,
-    template_hash: Callable[[str, str], str] | None = None,
+    template_hash: TemplateHash | None = None,
     roots: Sequence[Path] | None = None,
     strict: bool | None = None,
 ) -> Match:
@@ -66,13 +77,15 @@ def lookup(
     The order, each step legal on this GPU: exact; for alignment 2 the alignment-16 entry; the nearest bucket; the
     native head dim above; the other 16-bit dtype; the nearest GQA ratio; another GPU of the same target; the default
     config. Later steps include the earlier relaxations. Kind and causal never relax. Of equally near entries a measured
-    one wins, then the newer.
+    one wins, then one of today's templates over one that is stale but passed the gate again, then the earlier root's
+    (the user's over the package's), then the newer.
 
     Args:
         spec: The caller's spec.
         bucket: The caller's sizes.
         gpu: The GPU at hand.
-        template_hash: ``codegen.template_hash``; entries of another hash are passed over. None accepts every entry.
+        template_hash: ``codegen.template_hash``; entries of another hash are stale and passed over, unless they passed
+            the gate again with today's templates. None accepts every entry.
         roots: Folders of tables; default the user's and the package's.
         strict: Anything but an exact match is an error; default ``FA2GEN_STRICT=1`` in the environment.
 
@@ -82,13 +95,15 @@ def lookup(
     if strict is None:
         strict = os.environ.get("FA2GEN_STRICT", "") not in ("", "0")
     stale = False
-    for cost, entry, owner in sorted(_candidates(spec, bucket, gpu, roots), key=lambda item: item[0]):
-        if template_hash is not None and not _is_current(entry, template_hash):
+    candidates = _candidates(spec, bucket, gpu, store.search_dirs() if roots is None else roots, template_hash)
+    for cost, entry, owner in sorted(candidates, key=lambda item: item[0]):
+        if template_hash is not None and cost.stale and not is_gated(entry, template_hash):
             stale = True
             continue
         if infeasible_reason(spec, entry.config, gpu.arch) is not None:
             continue
-        match = Match(entry.config, cost.source, cost.bucket + cost.gqa_ratio, stale, entry, owner)
+        distance = cost.bucket + cost.gqa_ratio
+        match = Match(entry.config, cost.source, distance, stale or cost.stale, entry, owner, gated=cost.stale)
         break
     else:
         match = Match(default_config(spec), DEFAULT_SOURCE, 0.0, stale, None)
@@ -110,6 +125,8 @@ class _Cost(NamedTuple):
     bucket: float
     alignment: bool
     predicted: bool
+    stale: bool
+    root: int
     age: int
 
     @property
@@ -119,16 +136,15 @@ class _Cost(NamedTuple):
 
 
 def _candidates(
-    spec: KernelSpec, bucket: Bucket, gpu: Gpu, roots: Sequence[Path] | None
+    spec: KernelSpec, bucket: Bucket, gpu: Gpu, roots: Sequence[Path], template_hash: TemplateHash | None
 ) -> Iterator[tuple[_Cost, TunedEntry, str]]:
-    for table in _tables(spec.kind, gpu, store.search_dirs() if roots is None else roots):
+    for root, table in _tables(spec.kind, gpu, roots):
         for entry in table.entries:
             other = entry.spec
             if other.causal != spec.causal or other.alignment not in (spec.alignment, 16):
                 continue
             if other.head_dim not in (spec.head_dim, spec.native_head_dim):
                 continue
-            measured, utc = entry.rank()
             cost = _Cost(
                 other_gpu=table.gpu != gpu.name,
                 gqa_ratio=abs(math.log2(other.gqa_ratio / spec.gqa_ratio)),
@@ -136,8 +152,10 @@ def _candidates(
                 head_dim=other.head_dim != spec.head_dim,
                 bucket=bucket_distance(entry.bucket, bucket),
                 alignment=other.alignment != spec.alignment,
-                predicted=not measured,
-                age=-int("".join(filter(str.isdigit, utc))),
+                predicted=not is_measured(entry),
+                stale=not is_current(entry, template_hash),
+                root=root,
+                age=-int("".join(filter(str.isdigit, entry.provenance.utc))),
             )
             yield cost, entry, table.gpu
 
@@ -148,11 +166,12 @@ def bucket_distance(a: Bucket, b: Bucket) -> float:
     return lengths + 0.5 * abs(a.log2_waves - b.log2_waves)
 
 
-def _tables(kind: str, gpu: Gpu, roots: Sequence[Path]) -> Iterator[Table]:
-    for root in roots:
+def _tables(kind: str, gpu: Gpu, roots: Sequence[Path]) -> Iterator[tuple[int, Table]]:
+    """Tables of this GPU and of others of its target, with the index of their root."""
+    for index, root in enumerate(roots):
         own = store.cached_table(store.table_path(root, gpu.name, kind))
         if own is not None:
-            yield own
+            yield index, own
         try:
             others = sorted(path for path in root.iterdir() if path.name != gpu.name)
         except OSError:
@@ -160,8 +179,4 @@ def _tables(kind: str, gpu: Gpu, roots: Sequence[Path]) -> Iterator[Table]:
         for folder in others:
             table = store.cached_table(store.table_path(root, folder.name, kind))
             if table is not None and table.target == gpu.target:
-                yield table
-
-
-def _is_current(entry: TunedEntry, template_hash: Callable[[str, str], str]) -> bool:
-    return entry.provenance.template_hash == template_hash(entry.spec.kind, entry.config.family)
+                yield index, table

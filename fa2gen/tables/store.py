@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import glob
 import os
 import shutil
 import tempfile
@@ -15,10 +16,10 @@ from pathlib import Path
 from fa2gen.data import data_dir
 from fa2gen.errors import TableError
 from fa2gen.hardware import Gpu
-from fa2gen.problem import Bucket
-from fa2gen.spec import KernelSpec
 
-from .schema import Table, TunedEntry, parse_table, render_table, utc_now
+from .document import NewerSchemaError, parse_table, recover_entries, render_table
+from .merge import TemplateHash, merge_entries
+from .schema import Table, TunedEntry, utc_now
 
 _Signature = tuple[int, int, int]
 _cache: dict[Path, tuple[_Signature, Table | None]] = {}
@@ -88,19 +89,6 @@ def cached_table(path: Path) -> Table | None:
     return table
 
 
-def merge_entries(old: Iterable[TunedEntry], new: Iterable[TunedEntry]) -> tuple[TunedEntry, ...]:
-    """Union of two sets of entries, one for each spec and bucket.
-
-    Measured wins over predicted, whatever their age and templates; else the newer wins, and ``new`` on equal times.
-    """
-    merged: dict[tuple[KernelSpec, Bucket], TunedEntry] = {entry.key: entry for entry in old}
-    for entry in new:
-        present = merged.get(entry.key)
-        if present is None or entry.rank() >= present.rank():
-            merged[entry.key] = entry
-    return tuple(merged.values())
-
-
 def require_writable(gpu: Gpu, kinds: Iterable[str], *, root: Path | None = None) -> None:
     """Raises now what :func:`save_entries` would raise after hours of tuning.
 
@@ -125,25 +113,34 @@ def require_writable(gpu: Gpu, kinds: Iterable[str], *, root: Path | None = None
             raise TableError(f"{path} cannot be written: {error}") from None
         try:
             load_table(path)
-        except TableError as error:
-            if _is_newer(error):
-                raise
+        except NewerSchemaError:
+            raise
+        except TableError:
+            # Merely damaged: the save keeps a copy and what is whole in it.
+            pass
 
 
-def save_entries(gpu: Gpu, entries: Sequence[TunedEntry], *, root: Path | None = None) -> list[Path]:
+def save_entries(
+    gpu: Gpu,
+    entries: Sequence[TunedEntry],
+    *,
+    root: Path | None = None,
+    template_hash: TemplateHash | None = None,
+) -> list[Path]:
     """Merges entries into a GPU's tables (:func:`merge_entries`), atomically and safe against other writers.
 
     Args:
         gpu: The GPU they hold for.
         entries: Entries of any kinds.
         root: Folder of tables; default :func:`user_dir`.
+        template_hash: ``codegen.template_hash``, for the merge rule.
 
     Returns:
         The files written.
 
     Raises:
-        TableError: A file cannot be written, or was written by a newer fa2gen. A file that is damaged is copied to
-            ``<name>.damaged-<utc>-<pid>`` before it is replaced.
+        TableError: A file cannot be written, or was written by a newer fa2gen (NewerSchemaError). A file that is
+            damaged is copied to ``<name>.damaged-<utc>-<pid>`` before it is replaced; its whole entries are kept.
     """
     root = user_dir() if root is None else Path(root)
     paths = []
@@ -152,8 +149,10 @@ def save_entries(gpu: Gpu, entries: Sequence[TunedEntry], *, root: Path | None =
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with _locked(path):
+                _sweep(path)
                 present = _present_entries(path)
-                merged = merge_entries(present, [entry for entry in entries if entry.spec.kind == kind])
+                mine = [entry for entry in entries if entry.spec.kind == kind]
+                merged = merge_entries(present, mine, template_hash=template_hash)
                 _write_atomically(path, render_table(Table(gpu.name, gpu.target, kind, merged)))
         except OSError as error:
             raise TableError(f"{path} cannot be written: {error}") from None
@@ -161,29 +160,56 @@ def save_entries(gpu: Gpu, entries: Sequence[TunedEntry], *, root: Path | None =
     return paths
 
 
-def _is_newer(error: TableError) -> bool:
-    return "install a newer fa2gen" in str(error)
-
-
 def _present_entries(path: Path) -> tuple[TunedEntry, ...]:
     try:
         table = load_table(path)
+    except NewerSchemaError:
+        raise
     except TableError as error:
-        if _is_newer(error):
-            raise
+        # os.replace of the table leaves the copy alone; two sessions in one second have their process ids.
         backup = path.with_name(f"{path.name}.damaged-{utc_now().replace(':', '')}-{os.getpid()}")
         shutil.copy2(path, backup)
-        warnings.warn(f"{error}; it is kept as {backup.name} and replaced", RuntimeWarning, stacklevel=3)
-        return ()
+        text = path.read_text(encoding="utf-8", errors="replace")
+        saved = recover_entries(text, str(path), gpu=path.parent.name, kind=path.stem)
+        warnings.warn(
+            f"{error}; it is kept as {backup.name} and replaced, with {len(saved)} whole entries taken over",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+        return saved
     return table.entries if table else ()
+
+
+def _sweep(path: Path) -> None:
+    """Removes the temporary files of killed writers; under the table's lock there is no live one."""
+    for leftover in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
+        with contextlib.suppress(OSError):
+            leftover.unlink()
 
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Exclusive lock among processes and threads; the kernel drops it when its holder dies, however it dies."""
-    with open(path.with_name(f".{path.name}.lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+    name = path.with_name(f".{path.name}.lock")
+    while True:
+        with open(name, "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            # The holder before may have removed the file that was waited for: a lock on it excludes nobody.
+            if not _is_same_file(lock.fileno(), name):
+                continue
+            try:
+                yield
+            finally:
+                with contextlib.suppress(OSError):
+                    name.unlink()
+            return
+
+
+def _is_same_file(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _write_atomically(path: Path, text: str) -> None:

@@ -121,14 +121,16 @@ def test_stale_entries_are_passed_over_and_said_so(find):
     assert (match.source, match.stale) == ("default", True)
 
 
-def test_measured_wins_at_equal_distance_then_the_newer(tmp_path):
+def test_measured_wins_at_equal_distance_then_the_user_s(tmp_path):
     user, package = tmp_path / "user", tmp_path / "package"
     new, old = "2026-03-01T00:00:00Z", "2026-01-01T00:00:00Z"
     save_entries(GPU, [entry(utc=new, block_n=32, step_n=32)], root=user)
     save_entries(GPU, [entry(kind="measured", utc=old, block_n=128)], root=package)
     assert lookup(SPEC, BUCKET, GPU, roots=[user, package]).config.block_n == 128
     save_entries(GPU, [entry(kind="measured", utc=new, block_n=64)], root=user)
-    assert lookup(SPEC, BUCKET, GPU, roots=[package, user]).config.block_n == 64
+    # The user's own comes first, also where the package's is newer.
+    assert lookup(SPEC, BUCKET, GPU, roots=[user, package]).config.block_n == 64
+    assert lookup(SPEC, BUCKET, GPU, roots=[package, user]).config.block_n == 128
     # A fresh prediction serves while the measured entry is stale.
     save_entries(GPU, [entry(kind="measured", utc=new, template="gone")], root=tmp_path / "third")
     save_entries(GPU, [entry(utc=old, block_n=128)], root=tmp_path / "fourth")

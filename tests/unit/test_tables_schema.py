@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from pathlib import Path
 
 import pytest
 
 from fa2gen.errors import ArgumentError, TableError
-from fa2gen.spec import KernelSpec
-from fa2gen.tables import parse_table, render_table
+from fa2gen.spec import FwdConfig, KernelSpec
+from fa2gen.tables import SCHEMA_VERSION, Clocks, Incumbent, Regate, parse_table, render_table
+from fa2gen.tables.document import MIGRATIONS
 from tests.tuning_fakes import entry, table
 
 
@@ -49,7 +51,7 @@ def test_other_json_is_refused(junk):
 
 def test_a_newer_schema_says_so():
     with pytest.raises(TableError, match="install a newer fa2gen"):
-        parse_table(text().replace('"schema": 1', '"schema": 2'), "f")
+        parse_table(text().replace('"schema": 2', '"schema": 3'), "f")
 
 
 def test_another_device_or_kind_is_refused():
@@ -132,3 +134,101 @@ def test_entries_cannot_hold_nonsense():
         dataclasses.replace(good, kind="measured", n=0)
     with pytest.raises(ArgumentError, match="model's version"):
         dataclasses.replace(entry(), provenance=entry(kind="measured").provenance)
+
+
+def full_entry():
+    """An entry with every field that may be left out."""
+    row = entry(kind="measured", block_n=128)
+    clocks = Clocks(1755, 1500, 1980, ("hw_thermal", "sw_power_cap"))
+    provenance = dataclasses.replace(
+        row.provenance,
+        incumbent=Incumbent(FwdConfig(block_n=32, step_n=32), 1.625),
+        regate=Regate("new", "GPU: passed 22 cases", "2026-02-01T00:00:00Z"),
+    )
+    return dataclasses.replace(
+        row, measurement=dataclasses.replace(row.measurement, clocks=clocks), provenance=provenance
+    )
+
+
+def test_optional_fields_round_trip_and_are_left_out_where_there_are_none():
+    original = full_entry()
+    document = json.loads(render_table(table(original)))
+    (row,) = document["entries"]
+    assert row["measurement"]["clocks"] == {
+        "sm_mhz": 1755,
+        "sm_mhz_min": 1500,
+        "sm_mhz_max": 1980,
+        "throttle": ["hw_thermal", "sw_power_cap"],
+    }
+    assert row["provenance"]["incumbent"]["ms"] == 1.625
+    assert parse_table(json.dumps(document), "f").entries == (original,)
+    (bare,) = json.loads(render_table(table(entry(kind="measured"))))["entries"]
+    assert "clocks" not in bare["measurement"]
+    assert not {"incumbent", "regate", "model_version"} & set(bare["provenance"])
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "value"),
+    [
+        ("measurement", "clocks", None),
+        ("measurement", "clocks", {"sm_mhz": 1}),
+        ("measurement", "clocks", {"sm_mhz": 1, "sm_mhz_min": 2, "sm_mhz_max": 3, "throttle": []}),
+        ("measurement", "clocks", {"sm_mhz": 1.5, "sm_mhz_min": 1, "sm_mhz_max": 3, "throttle": []}),
+        ("measurement", "clocks", {"sm_mhz": 2, "sm_mhz_min": 1, "sm_mhz_max": 3, "throttle": "hot"}),
+        ("measurement", "clocks", {"sm_mhz": 2, "sm_mhz_min": 1, "sm_mhz_max": 3, "throttle": ["b", "a"]}),
+        ("measurement", "clocks", {"sm_mhz": 2, "sm_mhz_min": 1, "sm_mhz_max": 3, "throttle": [1]}),
+        ("provenance", "incumbent", []),
+        ("provenance", "incumbent", {"config": {"block_m": 0}, "ms": 1.0}),
+        ("provenance", "incumbent", {"config": {}, "ms": 0}),
+        ("provenance", "regate", {"template_hash": "t", "numerics": "", "utc": "2026-02-01T00:00:00Z"}),
+        ("provenance", "regate", {"template_hash": "t", "numerics": "passed", "utc": "today"}),
+        ("provenance", "regate", "yes"),
+    ],
+)
+def test_a_wrong_optional_field_is_refused(place, name, value):
+    document = json.loads(render_table(table(full_entry())))
+    document["entries"][0][place][name] = value
+    with pytest.raises(TableError, match="f, entry 0"):
+        parse_table(json.dumps(document), "f")
+
+
+def test_a_prediction_has_no_clocks():
+    with pytest.raises(ArgumentError, match="clocks"):
+        dataclasses.replace(entry().measurement, clocks=Clocks(1, 1, 1))
+
+
+def test_spread_and_noise():
+    row = dataclasses.replace(entry(kind="measured").measurement, ms=1.0, p20=0.99, p80=1.02)
+    assert row.spread == pytest.approx(0.03)
+
+    def other(ms, p20=None, p80=None):
+        return dataclasses.replace(row, ms=ms, p20=p20 or ms, p80=p80 or ms)
+
+    # Within NOISE_BAND, or with ranges that touch.
+    assert row.within_noise(other(1.02))
+    assert other(0.985).within_noise(row)
+    assert not row.within_noise(other(1.03))
+    assert row.within_noise(other(1.03, 1.02, 1.04))
+    assert other(0.9, 0.9, 0.99).within_noise(row)
+    assert not other(0.9, 0.9, 0.98).within_noise(row)
+
+
+FIXTURES = Path(__file__).resolve().parents[1] / "fixtures"
+
+
+def test_a_table_of_version_1_is_migrated():
+    text = (FIXTURES / "table_v1.json").read_text()
+    old = json.loads(text)
+    assert old["schema"] == 1
+    migrated = parse_table(text, "f", gpu="h200", kind="fwd")
+    assert len(migrated.entries) == 3
+    assert all(row.measurement.clocks is None for row in migrated.entries)
+    assert all(row.provenance.incumbent is None and row.provenance.regate is None for row in migrated.entries)
+    # Written again, it differs by the version alone.
+    new = json.loads(render_table(migrated))
+    assert new == {**old, "schema": SCHEMA_VERSION}
+    assert parse_table(render_table(migrated), "f") == migrated
+
+
+def test_every_older_version_has_a_migration():
+    assert sorted(MIGRATIONS) == list(range(1, SCHEMA_VERSION))

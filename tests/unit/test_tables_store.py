@@ -96,7 +96,7 @@ def test_a_damaged_file_is_kept_aside(tmp_path):
 def test_a_newer_table_is_not_touched(tmp_path):
     path = table_path(tmp_path, "a100", "fwd")
     path.parent.mkdir()
-    newer = render_table(table(entry())).replace('"schema": 1', '"schema": 99')
+    newer = render_table(table(entry())).replace('"schema": 2', '"schema": 99')
     path.write_text(newer)
     with pytest.raises(TableError, match="install a newer fa2gen"):
         save_entries(GPU, [entry()], root=tmp_path)
