@@ -2,9 +2,10 @@
 
 from .arch import ArchLimits, arch_limits, supported_compute_capabilities
 from .gpus import Gpu, get_gpu, list_gpus, match_device
-from .occupancy import Occupancy, occupancy
+from .occupancy import LIMITERS, Occupancy, occupancy
 
 __all__ = [
+    "LIMITERS",
     "ArchLimits",
     "Gpu",
     "Occupancy",

@@ -1,8 +1,9 @@
 """Limits and rates of a streaming multiprocessor (SM), one row per compute capability.
 
 Limits are those of the CUDA C++ Programming Guide, "Compute Capabilities" (technical specifications per compute
-capability). Rates are per clock and SM; the tensor rate is that of ``mma.sync.m16n8k16`` with 16-bit inputs and float32
-accumulators, the instruction of the sm80 kernel family, not the chip's peak through newer instructions.
+capability), and agree with the toolkit's occupancy calculator (``cuda_occupancy.h`` of CUDA 13.0). Rates are per clock
+and SM; the tensor rate is that of ``mma.sync.m16n8k16`` with 16-bit inputs and float32 accumulators, the instruction of
+the sm80 kernel family, not the chip's peak through newer instructions.
 """
 
 from __future__ import annotations

@@ -36,6 +36,7 @@ class Gpu:
         source: Where the figures come from.
         device_names: What the CUDA driver calls the whole device.
         tensor_rate: Share of the architecture's ``mma.sync`` rate that the product grants (GeForce: 0.5).
+        memory_gb: Memory as the product is named, GB; None for a device that is not listed.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Gpu:
     source: str
     device_names: tuple[str, ...] = ()
     tensor_rate: float = 1.0
+    memory_gb: int | None = None
 
     @property
     def arch(self) -> ArchLimits:
@@ -63,6 +65,11 @@ class Gpu:
     def mma_tflops(self) -> float:
         """Peak of ``mma.sync`` with 16-bit inputs and float32 accumulation at the boost clock, TFLOP/s."""
         return 2e-3 * self.arch.tensor_fma_per_clk * self.tensor_rate * self.num_sms * self.boost_ghz
+
+    @property
+    def ridge_point(self) -> float:
+        """FLOPs per byte of HBM traffic above which ``mma_tflops``, not memory, is the roof."""
+        return 1e3 * self.mma_tflops / self.hbm_gbs
 
 
 @functools.lru_cache(maxsize=1)
@@ -81,6 +88,7 @@ def _rows() -> dict[str, Gpu]:
             source=row["source"],
             device_names=tuple(row["device_names"]),
             tensor_rate=float(row.get("tensor_rate", 1.0)),
+            memory_gb=row["memory_gb"],
         )
     return rows
 
@@ -125,7 +133,8 @@ def match_device(
 ) -> Gpu:
     """The listed product that this device is, or a row made from what the driver reports.
 
-    A listed name whose SM count or capability differs (a MIG slice, a cut-down board) is not that product.
+    A listed name whose SM count or capability differs (a MIG slice, a cut-down board) is not that product. Drivers
+    before release 470 report names without "NVIDIA ".
 
     Args:
         device_name: As the driver reports it.
@@ -141,11 +150,13 @@ def match_device(
     capability = (int(compute_capability[0]), int(compute_capability[1]))
     arch_limits(capability)
     name = device_name.strip()
-    for gpu in list_gpus():
-        if name in gpu.device_names and gpu.compute_capability == capability and gpu.num_sms == num_sms:
+    bare = name.removeprefix("NVIDIA ")
+    namesakes = [gpu for gpu in list_gpus() if bare in (known.removeprefix("NVIDIA ") for known in gpu.device_names)]
+    for gpu in namesakes:
+        if gpu.compute_capability == capability and gpu.num_sms == num_sms:
             return gpu
     slug = device_slug(name)
-    if any(name in gpu.device_names for gpu in list_gpus()):
+    if namesakes:
         slug = f"{slug}-{num_sms}sm"
     return Gpu(
         name=slug,

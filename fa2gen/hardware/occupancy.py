@@ -1,17 +1,22 @@
 """How many blocks of a kernel fit on an SM, and what stops the next one.
 
-Allocation rules are those of NVIDIA's occupancy calculator: registers are granted per warp in units of 256, warps are
-bound to one of four schedulers that own a quarter of the register file each, shared memory is rounded up to 128 bytes
-plus 1 KB per block.
+Allocation rules are those of the CUDA toolkit's occupancy calculator (``cuda_occupancy.h``): registers are granted per
+warp in units of 256, warps are bound to one of four schedulers that own a quarter of the register file each, shared
+memory is rounded up to 128 bytes plus 1 KB per block. Two limits of that calculator never bind here and are left out:
+named barriers (an SM has at least one for each block it can hold; these kernels use one) and the register check of a
+launch, which rounds a block up to whole groups of four warps (a block that passes the quarter rule passes it).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fa2gen.errors import ArgumentError
 
 from .arch import ArchLimits
+
+LIMITERS = ("registers", "shared memory", "warps", "blocks")
+"""What can limit residency, in the order in which ties are named."""
 
 
 @dataclass(frozen=True)
@@ -21,12 +26,19 @@ class Occupancy:
     Attributes:
         blocks_per_sm: Resident blocks; 0 if not even one fits.
         warps_per_sm: Resident warps.
-        limiter: ``"registers"``, ``"shared memory"``, ``"warps"`` or ``"blocks"``: the first limit that binds.
+        limiters: Every limit that binds, out of ``LIMITERS`` and in that order.
+        blocks_by_limit: Blocks that each limit alone would allow.
     """
 
     blocks_per_sm: int
     warps_per_sm: int
-    limiter: str
+    limiters: tuple[str, ...]
+    blocks_by_limit: dict[str, int] = field(hash=False)
+
+    @property
+    def limiter(self) -> str:
+        """The first of the limits that bind."""
+        return self.limiters[0]
 
 
 def _round_up(value: int, unit: int) -> int:
@@ -62,6 +74,6 @@ def occupancy(arch: ArchLimits, num_threads: int, registers_per_thread: int, sme
         "warps": 0 if num_threads > arch.max_threads_per_block else arch.max_warps_per_sm // warps,
         "blocks": arch.max_blocks_per_sm,
     }
-    limiter = min(by_limit, key=lambda name: by_limit[name])
-    blocks = by_limit[limiter]
-    return Occupancy(blocks_per_sm=blocks, warps_per_sm=blocks * warps, limiter=limiter)
+    blocks = min(by_limit.values())
+    limiters = tuple(name for name in LIMITERS if by_limit[name] == blocks)
+    return Occupancy(blocks, blocks * warps, limiters, by_limit)

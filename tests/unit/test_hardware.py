@@ -1,69 +1,43 @@
-"""Limits, product rows and occupancy."""
+"""Limits per compute capability, product rows, and which row a device is."""
 
 from __future__ import annotations
 
 import pytest
 
 from fa2gen.errors import ArgumentError, UnsupportedError
-from fa2gen.hardware import arch_limits, get_gpu, list_gpus, match_device, occupancy, supported_compute_capabilities
+from fa2gen.hardware import arch_limits, get_gpu, list_gpus, match_device, supported_compute_capabilities
 
-A100, RTX, H100 = arch_limits((8, 0)), arch_limits((8, 6)), arch_limits((9, 0))
-
-
-@pytest.mark.parametrize(
-    ("arch", "threads", "registers", "smem", "blocks", "limiter"),
-    [
-        # 255 registers are granted as 256 a thread, 8,192 a warp; a scheduler's quarter of 65,536 holds 2 warps.
-        (A100, 128, 255, 0, 2, "registers"),
-        # 168 * 32 = 5,376 = 21 * 256: 3 warps a scheduler, so 12 warps, 3 blocks of 4.
-        (A100, 128, 168, 0, 3, "registers"),
-        # 169 rounds up to 176 a thread (5,632 a warp): 16,384 / 5,632 = 2 warps a scheduler, 2 blocks.
-        (A100, 128, 169, 0, 2, "registers"),
-        # 8 warps of 255 registers: 2 a scheduler, 8 in all, one block.
-        (A100, 256, 255, 0, 1, "registers"),
-        # 64 KB + 1 KB reserved: 164 / 65 = 2; registers would allow 4.
-        (A100, 128, 128, 65536, 2, "shared memory"),
-        # 80 KB + 1 KB: 164 / 81 = 2; 81 KB + 1 KB = 82 fills exactly; one unit more leaves one block.
-        (A100, 128, 128, 81 * 1024, 2, "shared memory"),
-        (A100, 128, 128, 81 * 1024 + 1, 1, "shared memory"),
-        # The 163 KB a block may have.
-        (A100, 128, 32, 163 * 1024, 1, "shared memory"),
-        (A100, 128, 32, 163 * 1024 + 1, 0, "shared memory"),
-        # 64 KB on a 100 KB SM: one.
-        (RTX, 128, 128, 65536, 1, "shared memory"),
-        # 48 warps on sm_86, 64 on sm_80; blocks of one warp stop at 16 and 32.
-        (RTX, 256, 32, 0, 6, "warps"),
-        (A100, 256, 32, 0, 8, "registers"),
-        (RTX, 32, 32, 0, 16, "blocks"),
-        (A100, 32, 32, 0, 32, "blocks"),
-        # 112 KB + 1 KB on 228 KB.
-        (H100, 256, 128, 112 * 1024, 2, "registers"),
-        (H100, 128, 128, 113 * 1024, 2, "shared memory"),
-        (H100, 1056, 32, 0, 0, "warps"),
-        (A100, 128, 256, 0, 0, "registers"),
-    ],
-)
-def test_occupancy_worked_by_hand(arch, threads, registers, smem, blocks, limiter):
-    result = occupancy(arch, threads, registers, smem)
-    assert (result.blocks_per_sm, result.limiter) == (blocks, limiter)
-    assert result.warps_per_sm == blocks * -(-threads // 32)
+A100, H100 = arch_limits((8, 0)), arch_limits((9, 0))
 
 
-@pytest.mark.parametrize("bad", [(0, 32, 0), (128, 0, 0), (128, 32, -1)])
-def test_occupancy_refuses_nonsense(bad):
-    with pytest.raises(ArgumentError):
-        occupancy(A100, *bad)
+# "Technical specifications per compute capability" of the CUDA programming guide: warps and blocks of an SM, KB of
+# shared memory of an SM and of a block.
+LIMITS = {
+    (8, 0): (64, 32, 164, 163),
+    (8, 6): (48, 16, 100, 99),
+    (8, 7): (48, 16, 164, 163),
+    (8, 9): (48, 24, 100, 99),
+    (9, 0): (64, 32, 228, 227),
+    (10, 0): (64, 32, 228, 227),
+    (12, 0): (48, 24, 100, 99),
+}
 
 
 def test_limits_of_an_sm():
-    assert A100.max_smem_per_block == 163 * 1024
-    assert H100.max_smem_per_block == 232448
-    assert RTX.max_smem_per_block == 99 * 1024
+    assert supported_compute_capabilities() == tuple(LIMITS)
+    for capability, (warps, blocks, smem_kb, block_kb) in LIMITS.items():
+        arch = arch_limits(capability)
+        assert (arch.max_warps_per_sm, arch.max_blocks_per_sm) == (warps, blocks)
+        assert (arch.max_smem_per_sm, arch.max_smem_per_block) == (smem_kb * 1024, block_kb * 1024)
+        assert (arch.max_registers_per_sm, arch.max_registers_per_thread, arch.max_threads_per_block) == (
+            65536,
+            255,
+            1024,
+        )
+        assert arch.reserved_smem_per_block == 1024
+        assert arch.target == "sm_{}{}".format(*capability)
     assert A100.mma_cycles == 8
     assert H100.mma_cycles == 6
-    assert {arch_limits(cc).target for cc in supported_compute_capabilities()} == {
-        "sm_80", "sm_86", "sm_87", "sm_89", "sm_90", "sm_100", "sm_120",
-    }  # fmt: skip
 
 
 @pytest.mark.parametrize("unknown", [(7, 5), (9, 9), (), "8.0"])
@@ -92,8 +66,52 @@ def test_peaks_agree_with_the_datasheets():
         ("rtx-3090", 71),
         ("rtx-4090", 165.2),
         ("l4", 121),
+        ("a10", 125),
+        ("rtx-a6000", 154.8),
+        ("rtx-5090", 209.5),
+        # 362 on the datasheet, which is 142 SMs at 2.49 GHz; the maximum clock is 2.52.
+        ("l40s", 366.4),
     ):
         assert get_gpu(name).mma_tflops == pytest.approx(tflops, rel=0.01)
+
+
+def test_bandwidth_is_memory_clock_times_bus_width():
+    # Memory clock in MHz and bus width in bits as the driver reports them; two transfers a clock.
+    for name, mhz, bits in (
+        ("a100", 1593, 5120),
+        ("a100-40gb", 1215, 5120),
+        ("a100-pcie", 1512, 5120),
+        ("a30", 1215, 3072),
+        ("a40", 7251, 384),
+        ("rtx-a6000", 8001, 384),
+        ("rtx-3090", 9751, 384),
+        ("l4", 6251, 192),
+        ("l40s", 9001, 384),
+        ("rtx-4090", 10501, 384),
+        ("h100", 2619, 5120),
+        ("h100-pcie", 1593, 5120),
+        ("gh200", 2619, 6144),
+        ("b200", 3996, 7680),
+        ("rtx-5090", 14001, 512),
+    ):
+        assert get_gpu(name).hbm_gbs == pytest.approx(2e-3 * mhz * bits / 8, rel=1e-3), name
+
+
+def test_every_product_of_the_list_is_there():
+    assert [gpu.name for gpu in list_gpus()] == [
+        "a100", "a100-40gb", "a100-pcie", "a100-pcie-40gb", "a30", "a10", "a40", "rtx-a6000", "rtx-3090", "l4", "l40s",
+        "rtx-4090", "h100", "h100-pcie", "h100-nvl", "h200", "gh200", "b200", "rtx-5090",
+    ]  # fmt: skip
+    for gpu in list_gpus():
+        assert (gpu.tensor_rate == 0.5) == ("GeForce" in gpu.title)
+        assert gpu.memory_gb
+        if "GB" in gpu.title:
+            assert gpu.title.endswith(f" {gpu.memory_gb}GB")
+
+
+def test_ridge_point():
+    # 311.9 TFLOP/s over 2,039 GB/s; the notes' 156 rounds both.
+    assert get_gpu("a100").ridge_point == pytest.approx(153.0, abs=0.1)
 
 
 def test_gpu_names():
@@ -108,6 +126,26 @@ def test_gpu_names():
 def test_a_listed_device_is_found_by_name_and_shape():
     assert match_device("NVIDIA H200", (9, 0), 132, 60 << 20).name == "h200"
     assert match_device("NVIDIA A100-SXM4-80GB", (8, 0), 108, 40 << 20).name == "a100"
+    assert match_device("NVIDIA A100-SXM-80GB", (8, 0), 108, 40 << 20).name == "a100"
+    assert match_device("NVIDIA H100 80GB HBM3", (9, 0), 132, 50 << 20).name == "h100"
+    for name in ("NVIDIA GH200 480GB", "NVIDIA GH200 120GB"):
+        assert match_device(name, (9, 0), 132, 60 << 20).name == "gh200"
+
+
+def test_names_of_old_drivers():
+    assert match_device("A100-SXM4-40GB", (8, 0), 108, 40 << 20).name == "a100-40gb"
+    assert match_device("GeForce RTX 3090", (8, 6), 82, 6 << 20).name == "rtx-3090"
+    assert match_device("RTX A6000", (8, 6), 84, 6 << 20).name == "rtx-a6000"
+    # A slice of one is none.
+    assert match_device("A100-SXM4-40GB", (8, 0), 42, 20 << 20).name == "dev-a100-sxm4-40gb-42sm"
+
+
+@pytest.mark.parametrize(
+    "name", ["NVIDIA H200 NVL", "NVIDIA GH200 144G HBM3e", "NVIDIA H100", "NVIDIA GeForce RTX 4090 D", "H200 NVIDIA"]
+)
+def test_near_names_are_other_products(name):
+    for capability in ((9, 0), (8, 9)):
+        assert match_device(name, capability, 132, 60 << 20).name.startswith("dev-")
 
 
 def test_a_slice_or_unknown_device_is_never_a_listed_one():
