@@ -57,3 +57,7 @@ class GateError(Fa2genError):
 
 class TableError(Fa2genError):
     """A tuned table cannot be read or written; the file is left as it was."""
+
+
+class StudyError(Fa2genError):
+    """A tuning study cannot be opened or kept: a folder that cannot be written, a storage URL that leads nowhere."""

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import glob
 import os
 import shutil
 import tempfile
 import threading
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from fa2gen.data import data_dir
@@ -18,6 +17,7 @@ from fa2gen.errors import TableError
 from fa2gen.hardware import Gpu
 
 from .document import NewerSchemaError, parse_table, recover_entries, render_table
+from .locks import locked
 from .merge import TemplateHash, merge_entries
 from .schema import Table, TunedEntry, utc_now
 
@@ -148,7 +148,7 @@ def save_entries(
         path = table_path(root, gpu.name, kind)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with _locked(path):
+            with locked(path.with_name(f".{path.name}.lock")):
                 _sweep(path)
                 present = _present_entries(path)
                 mine = [entry for entry in entries if entry.spec.kind == kind]
@@ -185,31 +185,6 @@ def _sweep(path: Path) -> None:
     for leftover in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
         with contextlib.suppress(OSError):
             leftover.unlink()
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Exclusive lock among processes and threads; the kernel drops it when its holder dies, however it dies."""
-    name = path.with_name(f".{path.name}.lock")
-    while True:
-        with open(name, "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            # The holder before may have removed the file that was waited for: a lock on it excludes nobody.
-            if not _is_same_file(lock.fileno(), name):
-                continue
-            try:
-                yield
-            finally:
-                with contextlib.suppress(OSError):
-                    name.unlink()
-            return
-
-
-def _is_same_file(descriptor: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
-    except FileNotFoundError:
-        return False
 
 
 def _write_atomically(path: Path, text: str) -> None:

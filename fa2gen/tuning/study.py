@@ -1,14 +1,13 @@
 """One Optuna study of one (gpu, spec, bucket): resumable, shared by processes, and honest about failures.
 
-The journal is a file of its own, so a damaged one costs one study. Neither of Optuna's constraint interfaces is used
-(one is deprecated in version 5, the other does not exist in version 4): illegal points are told as pruned, with the
-reason, before anything is compiled.
+Where it lies is the business of ``storage.py``. Neither of Optuna's constraint interfaces is used (one is deprecated in
+version 5, the other does not exist in version 4): illegal points are told as pruned, with the reason, before anything
+is compiled.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
@@ -18,20 +17,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import Any
 
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution
-from optuna.storages import JournalStorage
-from optuna.storages.journal import JournalFileBackend
 from optuna.trial import TrialState
 
 from fa2gen.hardware import Gpu
 from fa2gen.problem import Bucket
 from fa2gen.spec import FwdConfig, KernelSpec
-from fa2gen.tables import utc_now
 
 from .space import GRID, Space, config_of, exclusion_reason, params_of
+from .storage import Database, Journal
 
 OUTCOMES = ("infeasible", "compile_failed", "spilled", "launch_failed", "wrong", "timeout")
 """Why a trial has no time; each is stored with its text."""
@@ -51,36 +48,13 @@ def state_dir() -> Path:
 def study_name(
     gpu: str, spec: KernelSpec, bucket: Bucket, family: str, template_hash: str, space_key: str, objective: str
 ) -> str:
-    """Readable name with a hash over everything that makes old numbers comparable with new ones."""
-    identity = json.dumps([gpu, spec.key(), bucket.label(), family, template_hash, space_key, objective])
+    """Readable name with a hash over everything that makes old numbers comparable with new ones.
+
+    The grid is part of it: Optuna refuses a study whose parameters had other values.
+    """
+    identity = json.dumps([gpu, spec.key(), bucket.label(), family, template_hash, space_key, objective, GRID])
     digest = hashlib.sha256(identity.encode()).hexdigest()[:12]
     return f"{gpu}_{spec.slug()}_{bucket.label()}_{family}_{digest}"
-
-
-class _JournalLock:
-    """flock, which dies with its holder, unlike Optuna's lock files.
-
-    A writer killed in the middle leaves a line without its end; a later append would join it and make the journal
-    unreadable for good. Whoever takes the lock next cuts such a rest off.
-    """
-
-    def __init__(self, journal: Path) -> None:
-        self._journal = journal
-        self._file: IO[str] | None = None
-
-    def acquire(self) -> bool:
-        self._file = open(self._journal.with_suffix(".lock"), "w")  # noqa: SIM115  (open until release)
-        fcntl.flock(self._file, fcntl.LOCK_EX)
-        with open(self._journal, "rb+") as journal:
-            text = journal.read()
-            if text and not text.endswith(b"\n"):
-                journal.truncate(text.rfind(b"\n") + 1)
-        return True
-
-    def release(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
 
 
 @dataclass
@@ -116,8 +90,14 @@ class TuningStudy:
         objective: What the numbers are: ``"measured"``, or the model and compiler that predict them. Never mixed.
         family: Kernel family.
         seed: Of the sampler.
-        resume: False puts an earlier study aside (``*.old``), unless another process is using it.
-        directory: Default :func:`state_dir`.
+        resume: False puts an earlier study aside (``*.old-<utc>-<pid>``), unless another process is using it, which a
+            warning says.
+        directory: Of the journal files; default :func:`state_dir`.
+        storage: URL of a database in the journal's place, for processes on several hosts; see
+            :func:`fa2gen.tuning.storage.open_storage`.
+
+    Raises:
+        StudyError: The journal cannot be written, or the database not be opened.
     """
 
     def __init__(
@@ -133,26 +113,25 @@ class TuningStudy:
         seed: int = 0,
         resume: bool = True,
         directory: Path | None = None,
+        storage: str | None = None,
     ) -> None:
         self._gpu, self._spec, self._space = gpu, spec, space
         self._random = random.Random(seed)
         self._distributions: dict[str, BaseDistribution] = {
             name: CategoricalDistribution(values) for name, values in GRID.items()
         }
-        folder = directory or state_dir()
-        folder.mkdir(parents=True, exist_ok=True)
         self.name = study_name(gpu.name, spec, bucket, family, template_hash, space.key(), objective)
-        self.path = folder / f"{self.name}.journal"
-        # Shared by every process that works on the study; the one that gets it alone may clean up after dead ones.
-        self._session = open(self.path.with_suffix(".session"), "w")  # noqa: SIM115  (open until close)
-        alone = self._try_alone()
-        if alone and not resume and self.path.exists():
-            self.path.rename(self.path.with_name(f"{self.path.name}.{utc_now().replace(':', '')}-{os.getpid()}.old"))
-        self._study = self._open(seed)
-        if alone:
-            for trial in self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
-                self._study.tell(trial.number, state=TrialState.FAIL)
-        fcntl.flock(self._session, fcntl.LOCK_SH)
+        self._memory = optuna.create_study(sampler=_sampler(seed))
+        self._proposed: dict[FwdConfig, Any] = {}
+        self._synced: set[int] = set()
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        sampler = _sampler(seed + 1)
+        self._home: Journal | Database
+        if storage is None:
+            self._home = Journal(directory or state_dir(), self.name, sampler, resume=resume)
+        else:
+            self._home = Database(storage, self.name, sampler, resume=resume)
+        self._study = self._home.study
 
     def __enter__(self) -> TuningStudy:
         return self
@@ -164,27 +143,12 @@ class TuningStudy:
 
     def close(self) -> None:
         """Ends this process's part; finished trials are on disk already."""
-        self._session.close()
+        self._home.close()
 
-    def _try_alone(self) -> bool:
-        try:
-            fcntl.flock(self._session, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            return False
-        return True
-
-    def _open(self, seed: int) -> optuna.Study:
-        optuna.logging.set_verbosity(optuna.logging.WARNING)
-        self.path.touch()
-        # Optuna asks for acquire() and release() alone; its base class is not public.
-        lock: Any = _JournalLock(self.path)
-        storage = JournalStorage(JournalFileBackend(str(self.path), lock_obj=lock))
-        self._memory = optuna.create_study(sampler=_sampler(seed))
-        self._proposed: dict[FwdConfig, Any] = {}
-        self._synced: set[int] = set()
-        return optuna.create_study(
-            storage=storage, study_name=self.name, sampler=_sampler(seed + 1), load_if_exists=True
-        )
+    @property
+    def path(self) -> Path | None:
+        """The journal's file; None for a study in a database."""
+        return self._home.path if isinstance(self._home, Journal) else None
 
     def enqueue(self, config: FwdConfig) -> bool:
         """Puts a config in front of the sampler's; False if it lies outside the grid or its outcome is known."""
@@ -216,6 +180,7 @@ class TuningStudy:
             elif config in running:
                 self._study.tell(trial, state=TrialState.FAIL)
             else:
+                self._home.begin(trial)
                 return Asked(config, trial)
             failed, running = self.failures(), self._running()
 

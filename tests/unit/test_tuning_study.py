@@ -84,7 +84,7 @@ def test_without_resume_the_old_study_is_put_aside(tmp_path):
         run(study, 3)
     with open_study(tmp_path, resume=False) as study:
         assert study.times() == {}
-    assert len(list(tmp_path.glob("*.old"))) == 1
+    assert len(list(tmp_path.glob("*.journal.old-*"))) == 1
 
 
 def test_enqueued_configs_come_first(tmp_path):
