@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fa2gen.compile import CompiledKernel, ResourceUsage
@@ -12,8 +12,8 @@ from fa2gen.errors import CompileError, GateError
 from fa2gen.problem import Problem
 from fa2gen.spec import FwdConfig, KernelSpec
 from fa2gen.tables import Measurement, Provenance, Table, TunedEntry
-from fa2gen.tuning.measure import Timing
 from fa2gen.tuning.report import TuneRequest
+from fa2gen.tuning.timing import Timing
 from fa2gen.tuning.tools import Tools
 
 PROBLEM = Problem(4, 4096, 4096, 16, 16)
@@ -66,8 +66,12 @@ class FakeWorker:
     def stop(self) -> None:
         self.running = False
 
+    def kill(self) -> None:
+        self.stop()
+
     def call(self, operation: str, payload: Any = None, *, timeout: float) -> Any:
         if operation == "ready":
+            self.running = True
             return None
         if operation == "measure":
             self.measured.append(payload.config)
@@ -79,7 +83,7 @@ class FakeWorker:
 
 @dataclass
 class FakeRooms:
-    """Compiler, gate and device of a session; every function can be replaced before ``tools()``."""
+    """Compiler, gate and devices of a session; every function can be replaced before ``tools()``."""
 
     device: DeviceInfo | None = None
     milliseconds: Callable[[FwdConfig], float] = lambda config: 1.0
@@ -90,9 +94,16 @@ class FakeRooms:
     compiled: list[tuple[KernelSpec, FwdConfig]] = field(default_factory=list)
     proved: list[tuple[KernelSpec, FwdConfig]] = field(default_factory=list)
     template: str = "t"
+    count: int = 1
+    workers: list[FakeWorker] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.worker = FakeWorker(
+        self.worker = self.make_worker()
+        if self.count > 1:
+            self.workers = [self.make_worker() for _ in range(self.count)]
+
+    def make_worker(self) -> FakeWorker:
+        return FakeWorker(
             lambda config: self.milliseconds(config),
             lambda config: (not self.wrong(config), "FAILED: row 3" if self.wrong(config) else "passed 20 cases"),
         )
@@ -105,8 +116,9 @@ class FakeRooms:
             template_hash=lambda kind, family: self.template,
             nvcc_version=lambda: "13.0.88",
             versions=lambda: {"python": "3"},
-            devices=lambda: [self.device] if self.device else [],
-            worker=lambda index: self.worker,
+            devices=lambda: [replace(self.device, index=index) for index in range(self.count)] if self.device else [],
+            worker=lambda index: self.workers[index] if self.workers else self.worker,
+            table_roots=lambda out: [] if out is None else [out],
         )
 
     def _compile_many(self, jobs: Any, on_done: Any) -> list[Any]:

@@ -2,7 +2,8 @@
 
 A time is the median of single launches with a cold L2: before each launch a buffer of twice the L2's size is written,
 which also keeps the GPU busy while the host enqueues the launch and its events, so that launch latency stays outside.
-Inputs are random normal: matrix work on zeros runs up to 13 % faster than on real data.
+Inputs are random normal: matrix work on zeros runs up to 13 % faster than on real data. A kernel that writes to them
+is wrong, and they are made again. The chip's clock is sampled meanwhile; a doubtful time is taken twice.
 """
 
 from __future__ import annotations
@@ -17,17 +18,16 @@ import torch
 
 from fa2gen.compile import CompiledKernel
 from fa2gen.driver import LoadedKernel, device_info, load
+from fa2gen.driver.clocks import ClockSampler, open_clock_reader
+from fa2gen.driver.libcuda import is_sticky
 from fa2gen.errors import Fa2genError, LaunchError
 from fa2gen.gate import forward_cases, run_gate
 from fa2gen.launch import POINTERS, fwd_plan
 from fa2gen.problem import Problem
 from fa2gen.spec import FwdConfig, KernelSpec
 
-from .worker import TrialFailure
-
-METHOD = (
-    "median of single launches, CUDA events, L2 flushed by writing twice its size before each, random normal inputs"
-)
+from .timing import Timing, flush_bytes, settled
+from .worker import DeviceUnfit, TrialFailure
 
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 # Launches whose time settles the median to about 1 %: 40 ms of them, but not fewer or more than this.
@@ -57,41 +57,42 @@ class GateRequest:
     budget: str = "quick"
 
 
-@dataclass(frozen=True)
-class Timing:
-    """Milliseconds: median, 20 % and 80 % quantiles of ``n`` launches.
-
-    ``stopped`` says that the config was hopeless and only looked at.
-    """
-
-    ms: float
-    p20: float
-    p80: float
-    n: int
-    stopped: bool = False
-
-
 def device_handler(device_index: int = 0) -> Callable[[str, Any], Any]:
     """The measuring process's handler of ``"ready"``, ``"measure"`` and ``"gate"``; see ``worker.Worker``."""
     torch.cuda.set_device(device_index)
-    bench = Bench(device_index)
+    return handler(Bench(device_index))
+
+
+def handler(bench: Any) -> Callable[[str, Any], Any]:
+    """Answers with what ``bench`` (:class:`Bench`) says; an error of the GPU becomes a typed failure.
+
+    A kernel that the driver merely refuses to launch (too many registers for its threads, say) leaves the context as it
+    was, and the process goes on. Anything else may have ruined it, and the process is replaced.
+    """
+    operations = {"ready": lambda _: bench.check(), "measure": bench.measure, "gate": bench.gate}
 
     def handle(operation: str, payload: Any) -> Any:
+        if operation not in operations:
+            raise ValueError(f"unknown operation {operation!r}")
         try:
-            if operation == "ready":
-                return device_info(device_index)
-            if operation == "measure":
-                return bench.measure(payload)
-            if operation == "gate":
-                return bench.gate(payload)
-        except TrialFailure:
+            return operations[operation](payload)
+        except (TrialFailure, DeviceUnfit):
             raise
-        except (LaunchError, RuntimeError) as error:
+        except LaunchError as error:
+            raise TrialFailure("launch_failed", str(error), fatal=is_sticky(str(error)) or not _works(bench)) from None
+        except RuntimeError as error:
             # torch reports a kernel's crash as RuntimeError at its next call; the context is lost either way.
             raise TrialFailure("launch_failed", f"{type(error).__name__}: {error}", fatal=True) from None
-        raise ValueError(f"unknown operation {operation!r}")
 
     return handle
+
+
+def _works(bench: Any) -> bool:
+    try:
+        bench.check()
+    except (LaunchError, RuntimeError):
+        return False
+    return True
 
 
 class Bench:
@@ -100,11 +101,25 @@ class Bench:
     def __init__(self, device_index: int) -> None:
         self._device = torch.device("cuda", device_index)
         self._l2_bytes = device_info(device_index).l2_bytes
-        self._flush = torch.empty(2 * self._l2_bytes, dtype=torch.uint8, device=self._device)
-        self._inputs: tuple[Any, tuple[torch.Tensor, ...]] | None = None
+        size = flush_bytes(self._l2_bytes)
+        self._require_memory(size, "the buffer that clears the L2 cache")
+        self._flush = torch.empty(size, dtype=torch.uint8, device=self._device)
+        self._inputs: tuple[Any, tuple[torch.Tensor, ...], int] | None = None
+        self._clocks = open_clock_reader(device_index)
+
+    def check(self) -> None:
+        """Uses the GPU; raises RuntimeError if it does not work."""
+        self._flush.zero_()
+        torch.cuda.synchronize(self._device)
 
     def measure(self, request: MeasureRequest) -> Timing:
-        """Times one kernel."""
+        """Times one kernel.
+
+        Raises:
+            TrialFailure: ``wrong``: the kernel writes to its inputs.
+            LaunchError: The driver refuses the kernel. RuntimeError: It crashed.
+            DeviceUnfit: Too little memory for the problem.
+        """
         spec, problem = request.spec, request.problem
         q, k, v, out, lse = self._tensors(spec, problem)
         kernel = load(request.compiled, self._device.index)
@@ -115,12 +130,20 @@ class Bench:
             first = self._time(launch, 2)
             ms = min(first)
             if ms > HOPELESS * request.best_ms:
-                return Timing(ms, ms, max(first), len(first), stopped=True)
-            count = min(_MAX_LAUNCHES, max(_MIN_LAUNCHES, math.ceil(_TARGET_MS / max(ms, 1e-3))))
-            times = sorted(self._time(launch, count))
+                timing = Timing(ms, ms, max(first), len(first), stopped=True)
+            else:
+                count = min(_MAX_LAUNCHES, max(_MIN_LAUNCHES, math.ceil(_TARGET_MS / max(ms, 1e-3))))
+                timing = settled(lambda: self._sample(launch, count))
         finally:
             kernel.unload()
-        return Timing(_quantile(times, 0.5), _quantile(times, 0.2), _quantile(times, 0.8), len(times))
+        self._require_untouched_inputs()
+        return timing
+
+    def _sample(self, launch: Callable[[], None], count: int) -> Timing:
+        with ClockSampler(self._clocks) as sampler:
+            times = sorted(self._time(launch, count))
+        median, p20, p80 = (_quantile(times, share) for share in (0.5, 0.2, 0.8))
+        return Timing(median, p20, p80, len(times), clocks=sampler.clocks())
 
     def gate(self, request: GateRequest) -> tuple[bool, str]:
         """Proves one kernel on the gate's cases; (passed, text)."""
@@ -149,6 +172,7 @@ class Bench:
         key = (spec.dtype, spec.head_dim, problem)
         if self._inputs is None or self._inputs[0] != key:
             self._inputs = None
+            self._require_memory(problem.min_bytes(spec), f"the inputs and outputs of {spec.slug()}, {problem}")
             generator = torch.Generator(self._device).manual_seed(0)
 
             def normal(seqlen: int, heads: int) -> torch.Tensor:
@@ -160,8 +184,23 @@ class Bench:
             lse = torch.empty(
                 (problem.batch, problem.num_heads_q, problem.seqlen_q), dtype=torch.float32, device=self._device
             )
-            self._inputs = (key, (q, k, v, torch.empty_like(q), lse))
+            self._inputs = (key, (q, k, v, torch.empty_like(q), lse), _checksum(q, k, v))
         return self._inputs[1]
+
+    def _require_memory(self, size: int, what: str) -> None:
+        torch.cuda.empty_cache()
+        free, _ = torch.cuda.mem_get_info(self._device)
+        if free < size:
+            raise DeviceUnfit(
+                f"device {self._device.index} has {free >> 20} MiB of free memory, less than the {size >> 20} MiB of "
+                f"{what}: end other programs on it, or take another device or size"
+            )
+
+    def _require_untouched_inputs(self) -> None:
+        """A kernel that wrote to its inputs is wrong, and would have later ones timed on other numbers."""
+        if self._inputs is not None and _checksum(*self._inputs[1][:3]) != self._inputs[2]:
+            self._inputs = None
+            raise TrialFailure("wrong", "the kernel changed an input while it was timed")
 
     def _time(self, launch: Callable[[], None], count: int) -> list[float]:
         pairs = []
@@ -196,7 +235,7 @@ def _launcher(
     if plan.workspaces or len(plan.launches) != 1:
         raise Fa2genError("a forward plan has one launch and no workspace")
     (step,) = plan.launches
-    addresses = {**{name: x.data_ptr() for name, x in tensors.items()}, "lse": lse.data_ptr()}
+    addresses = {**{name: x.data_ptr() for name, x in tensors.items()}, "softmax_lse": lse.data_ptr()}
     params = bytearray(step.params)
     for index, name in enumerate(POINTERS):
         struct.pack_into("<Q", params, 8 * index, addresses.get(name, 0))
@@ -207,6 +246,10 @@ def _launcher(
         kernel.launch(step.grid, block, packed, stream)
 
     return launch
+
+
+def _checksum(*inputs: torch.Tensor) -> int:
+    return sum(int(x.view(torch.int16).sum(dtype=torch.int64).item()) for x in inputs)
 
 
 def _quantile(ordered: list[float], share: float) -> float:

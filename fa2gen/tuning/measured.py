@@ -1,120 +1,159 @@
-"""Tuning on the GPU at hand: the model's favourites first, then Optuna; the winner is proved before it is saved."""
+"""Tuning on one GPU: default and incumbent, the model's favourites, then Optuna; a winner is proved, then saved."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fa2gen.compile import CompiledKernel, usable_cores
-from fa2gen.constraints import default_config, infeasible_reason
-from fa2gen.errors import CompileError, LaunchError
+from fa2gen.constraints import default_config
+from fa2gen.errors import CompileError
 from fa2gen.problem import Bucket
 from fa2gen.spec import FwdConfig, KernelSpec
-from fa2gen.tables import Measurement, Provenance, TunedEntry, table_path, user_dir, utc_now
-from fa2gen.tables.store import cached_table
+from fa2gen.tables import Clocks, Incumbent, Measurement, Provenance, TunedEntry, utc_now
 
+from .device import MeasuringDevice, Verdict
 from .report import Ledger, TuneRequest
-from .shortlist import code_digest, shortlist, spill_reason
+from .shortlist import code_digest, launch_reason, shortlist, spill_reason
 from .space import legal_space
 from .study import Asked, TuningStudy
-from .tools import MeasuringProcess, Tools
+from .timing import METHOD, Timing
+from .tools import Tools
+from .winner import find_incumbent, ranking
 from .worker import TrialFailure
 
-if TYPE_CHECKING:
-    from .measure import Timing
-
 DEFAULT_TRIALS = 40
-# The first call starts the child, imports torch and makes a CUDA context.
-_START_TIMEOUT, _MEASURE_TIMEOUT, _GATE_TIMEOUT = 180.0, 60.0, 120.0
+# Times of an earlier session that look better than today's incumbent are taken again, but no more than this.
+_MAX_CONFIRMATIONS = 3
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a session was asked for besides its requests; see ``session.tune``."""
+
+    trials: int | None = None
+    resume: bool = True
+    seed: int = 0
+    storage: str | None = None
+
+
+@dataclass
+class Shared:
+    """What the devices of a session have in common: one compiler pool, one list of proofs."""
+
+    compiler: threading.Lock = field(default_factory=threading.Lock)
+    proofs: dict[tuple[KernelSpec, FwdConfig], Verdict] = field(default_factory=dict)
+
+
+@dataclass
+class _Job:
+    """A request being tuned: its study, and what this session has seen."""
+
+    request: TuneRequest
+    bucket: Bucket
+    study: TuningStudy
+    template_hash: str
+    incumbent: FwdConfig | None
+    timings: dict[FwdConfig, Timing] = field(default_factory=dict)
+    failed: set[FwdConfig] = field(default_factory=set)
+    # Machine code -> what came of it.
+    seen: dict[str, Timing | TrialFailure] = field(default_factory=dict)
+
+    @property
+    def default(self) -> FwdConfig:
+        return default_config(self.request.spec)
+
+    def times(self) -> dict[FwdConfig, float]:
+        """Configs that could be chosen, with today's time or an earlier session's."""
+        wrong = {config for config, (outcome, _) in self.study.failures().items() if outcome == "wrong"}
+        times = {**self.study.times(), **{config: timing.ms for config, timing in self.timings.items()}}
+        return {config: ms for config, ms in times.items() if config not in wrong | self.failed}
+
+    def ranking(self) -> list[FwdConfig]:
+        """What to prove, best first; nothing while it is not known how fast the table's own config is today."""
+        if self.incumbent is not None and self.incumbent not in self.timings and self.incumbent not in self.failed:
+            return []
+        return ranking(self.times(), self.incumbent, self.timings)
 
 
 class MeasuredTuning:
-    """One session on one device.
+    """Tunes requests on one device.
 
     Args:
         ledger: The session's account.
         tools: The other rooms.
-        worker: The measuring process, of the ledger's GPU; stopped at the end.
-        driver: Driver version for the provenance.
-        trials: Configs to time for each (spec, bucket), earlier sessions' included; default 40.
-        resume: Go on with an earlier session's study.
-        studies: Folder of the studies; None is the default one.
+        device: The ledger's GPU.
+        options: The session's.
+        shared: With the session's other devices.
     """
 
     def __init__(
-        self,
-        ledger: Ledger,
-        tools: Tools,
-        worker: MeasuringProcess,
-        driver: str,
-        *,
-        trials: int | None,
-        resume: bool,
-        studies: Path | None = None,
+        self, ledger: Ledger, tools: Tools, device: MeasuringDevice, options: Options, shared: Shared | None = None
     ) -> None:
-        self._ledger, self._tools, self._driver = ledger, tools, driver
-        self._trials = DEFAULT_TRIALS if trials is None else trials
-        self._resume, self._studies = resume, studies
-        self._worker = worker
-        self._proofs: dict[tuple[KernelSpec, FwdConfig], tuple[bool, str]] = {}
+        self._ledger, self._tools, self._device, self._options = ledger, tools, device, options
+        self._shared = shared or Shared()
+        self._trials = DEFAULT_TRIALS if options.trials is None else options.trials
+        self._stops = 0
 
-    def run(self, requests: Sequence[TuneRequest]) -> None:
-        """Tunes the requests in order; each entry is saved as soon as it is proved."""
-        self._worker.start()
-        self._ledger.expect("measure", len(requests) * (self._trials + 1))
-        try:
-            for request in requests:
-                if self._ledger.interrupted or self._ledger.late():
-                    break
-                self._tune(request)
-        finally:
-            self._worker.stop()
+    def tune(self, request: TuneRequest) -> None:
+        """Tunes one request; its entry is saved as soon as it is proved.
 
-    def _tune(self, request: TuneRequest) -> None:
+        Raises:
+            KeyboardInterrupt: The second one. After the first, what was timed is proved and saved, and this returns.
+            DeviceLost, DeviceUnfit: The device is of no more use; nothing of the request is lost but a trial.
+        """
         spec, gpu = request.spec, self._ledger.gpu
         bucket = request.problem.bucket(gpu.num_sms)
         template_hash = self._tools.template_hash(spec.kind, FwdConfig.family)
-        space = legal_space(spec, gpu)
         with TuningStudy(
             gpu,
             spec,
             bucket,
             template_hash=template_hash,
-            space=space,
-            resume=self._resume,
-            directory=self._studies,
+            space=legal_space(spec, gpu),
+            seed=self._options.seed,
+            resume=self._options.resume,
+            storage=self._options.storage,
         ) as study:
-            timings: dict[FwdConfig, Timing] = {}
+            roots: Sequence[Path] = self._tools.table_roots(self._ledger.out)
+            job = _Job(request, bucket, study, template_hash, find_incumbent(spec, bucket, gpu, roots))
             try:
-                self._search(request, study, self._incumbent(spec, bucket), timings)
+                self._search(job)
             except KeyboardInterrupt:
-                # What was timed so far is worth a proof; a second Ctrl-C ends that too.
                 self._ledger.interrupted = True
-            self._conclude(request, bucket, study, timings, template_hash)
+                self._conclude(job)
+                return
+            try:
+                self._conclude(job)
+            except KeyboardInterrupt:
+                self._ledger.interrupted = True
+                self._conclude(job)
 
-    def _search(
-        self, request: TuneRequest, study: TuningStudy, incumbent: FwdConfig | None, timings: dict[FwdConfig, Timing]
-    ) -> None:
+    def _search(self, job: _Job) -> None:
         """Times the default, the incumbent, the model's favourites, then what the sampler asks for."""
-        binaries: dict[str, Timing] = {}
+        request, study, cores = job.request, job.study, usable_cores()
+        first = list(dict.fromkeys(config for config in (job.default, job.incumbent) if config is not None))
         budget = max(0, self._trials - len(study.times()))
-        cores = usable_cores()
-        # Whole rounds of the compiler pool, the default among them: a 17th kernel on 16 cores costs as much as 16 more.
-        size = min(budget, -(-max(8, self._trials // 2 + 1) // cores) * cores - 1)
+        self._ledger.expect("measure", len(first) + budget)
+        # Whole rounds of the compiler pool, these among them: a 17th kernel on 16 cores costs as much as 16 more.
+        size = min(budget, -(-max(8, self._trials // 2 + 1) // cores) * cores - len(first))
         if budget:
-            favourites = shortlist(request.spec, [request.problem], self._ledger.gpu, size)
-            for config in [*([incumbent] if incumbent is not None else []), *favourites][:size]:
+            favourites = shortlist(request.spec, [request.problem], self._ledger.gpu, size + len(first))
+            for config in [config for config in favourites if config not in first][:size]:
                 study.enqueue(config)
-        # The default may lie outside the grid, so it is timed beside the study.
-        batch = [Asked(default_config(request.spec), None)]
+        # They may lie outside the grid, and are timed again in every session: beside the study.
+        batch = [Asked(config, None) for config in first]
         while True:
             batch += self._ask(study, size)
             if not batch:
                 return
-            self._measure_batch(request, study, batch, timings, binaries)
+            self._measure_batch(job, batch)
             budget -= sum(asked.trial is not None for asked in batch)
             if budget <= 0 or self._ledger.late():
                 return
@@ -129,175 +168,176 @@ class MeasuredTuning:
             batch.append(asked)
         return batch
 
-    def _incumbent(self, spec: KernelSpec, bucket: Bucket) -> FwdConfig | None:
-        """What the tables hold for this spec and bucket, stale or not."""
-        root = user_dir() if self._ledger.out is None else self._ledger.out
-        table = cached_table(table_path(root, self._ledger.gpu.name, spec.kind))
-        for entry in table.entries if table is not None else ():
-            if entry.key == (spec, bucket) and infeasible_reason(spec, entry.config, self._ledger.gpu.arch) is None:
-                return entry.config
-        return None
-
-    def _measure_batch(
-        self,
-        request: TuneRequest,
-        study: TuningStudy,
-        batch: list[Asked],
-        timings: dict[FwdConfig, Timing],
-        binaries: dict[str, Timing],
-    ) -> None:
+    def _measure_batch(self, job: _Job, batch: list[Asked]) -> None:
         """Compiles a batch side by side, then times it one by one."""
-        open_trials = list(batch)
+        open_trials, spec = list(batch), job.request.spec
         try:
-            compiled = self._compile(request.spec, [asked.config for asked in batch])
+            compiled = self._compile(spec, [asked.config for asked in batch])
             start = time.monotonic()
             for asked, kernel in zip(batch, compiled, strict=True):
+                self._check_stop()
                 try:
-                    timing = self._time(request, asked.config, kernel, timings, binaries)
-                    timings[asked.config] = timing
-                    if asked.trial is not None:
-                        study.complete(
-                            asked, timing.ms, p20=timing.p20, p80=timing.p80, n=timing.n, stopped=timing.stopped
-                        )
+                    timing = self._time(job, asked.config, kernel)
                 except TrialFailure as failure:
-                    self._ledger.fail(request.spec, asked.config, failure.outcome, str(failure))
+                    job.failed.add(asked.config)
+                    self._ledger.fail(spec, asked.config, failure.outcome, str(failure))
                     if asked.trial is not None:
-                        study.fail(asked, failure.outcome, str(failure))
+                        job.study.fail(asked, failure.outcome, str(failure))
+                    else:
+                        job.study.record_failure(asked.config, failure.outcome, str(failure))
+                else:
+                    job.timings[asked.config] = timing
+                    # Each fact costs the journal a synced write.
+                    facts = {name: value for name, value in dataclasses.asdict(timing).items() if value}
+                    if asked.trial is not None:
+                        job.study.complete(asked, facts.pop("ms"), **facts)
+                    else:
+                        job.study.record(asked.config, facts.pop("ms"), **facts)
                 open_trials.remove(asked)
-                self._ledger.step("measure", f"{request.spec.slug()} {asked.config.slug()}")
+                self._ledger.step("measure", f"{spec.slug()} {asked.config.slug()}")
             self._ledger.spent("measure", time.monotonic() - start)
         finally:
             for asked in open_trials:
                 if asked.trial is not None:
-                    study.abandon(asked)
+                    job.study.abandon(asked)
 
     def _compile(self, spec: KernelSpec, configs: Sequence[FwdConfig]) -> list[CompiledKernel | CompileError]:
-        start = time.monotonic()
         self._ledger.expect("compile", len(configs))
 
         def on_done(index: int, result: Any) -> None:
             self._ledger.step("compile", f"{spec.slug()} {configs[index].slug()}")
+            self._check_stop()
 
         jobs = [(self._tools.render(spec, config), self._ledger.gpu.target) for config in configs]
-        results = self._tools.compile_many(jobs, on_done)
-        for result in results:
-            if isinstance(result, CompiledKernel):
-                self._ledger.cached += result.from_cache
-                self._ledger.compiled += not result.from_cache
-        self._ledger.spent("compile", time.monotonic() - start)
+        # One pool of compilers for all devices: while it works for one, the others measure.
+        with self._shared.compiler:
+            self._check_stop()
+            start = time.monotonic()
+            results = self._tools.compile_many(jobs, on_done)
+            self._ledger.spent("compile", time.monotonic() - start)
+        kernels = [result for result in results if isinstance(result, CompiledKernel)]
+        cached = sum(kernel.from_cache for kernel in kernels)
+        self._ledger.count(len(kernels) - cached, cached)
         return results
 
-    def _time(
-        self,
-        request: TuneRequest,
-        config: FwdConfig,
-        kernel: CompiledKernel | CompileError,
-        timings: dict[FwdConfig, Timing],
-        binaries: dict[str, Timing],
-    ) -> Timing:
+    def _check_stop(self) -> None:
+        """Raises what Ctrl-C raises in the main thread, once for each time."""
+        if self._ledger.stops > self._stops:
+            self._stops = self._ledger.stops
+            raise KeyboardInterrupt
+
+    def _time(self, job: _Job, config: FwdConfig, kernel: CompiledKernel | CompileError) -> Timing:
         from .measure import MeasureRequest
 
         if isinstance(kernel, CompileError):
             raise TrialFailure("compile_failed", f"{kernel}\n{kernel.log}".strip())
-        reason = spill_reason(kernel)
-        if reason is not None:
-            raise TrialFailure("spilled", reason)
+        for outcome, reason in (
+            ("spilled", spill_reason(kernel)),
+            ("launch_failed", launch_reason(kernel, self._ledger.gpu)),
+        ):
+            if reason is not None:
+                raise TrialFailure(outcome, reason)
         digest = code_digest(kernel)
-        if digest not in binaries:
-            best = min((timing.ms for timing in timings.values()), default=math.inf)
-            self._ready()
-            payload = MeasureRequest(kernel, request.spec, config, request.problem, best)
-            binaries[digest] = self._worker.call("measure", payload, timeout=_MEASURE_TIMEOUT)
-        return binaries[digest]
+        if digest not in job.seen:
+            best = min([*job.study.times().values(), *(timing.ms for timing in job.timings.values())], default=math.inf)
+            try:
+                job.seen[digest] = self._device.measure(
+                    MeasureRequest(kernel, job.request.spec, config, job.request.problem, best)
+                )
+            except TrialFailure as failure:
+                job.seen[digest] = failure
+        result = job.seen[digest]
+        if isinstance(result, TrialFailure):
+            raise result
+        return result
 
-    def _ready(self) -> None:
-        """Waits for the child's start, with a limit of its own; a trial's time does not include it."""
-        try:
-            self._worker.call("ready", timeout=_START_TIMEOUT)
-        except TrialFailure as failure:
-            raise LaunchError(f"the measuring process does not start: {failure}") from None
-
-    def _prove(self, spec: KernelSpec, config: FwdConfig) -> tuple[bool, str]:
+    def _prove(self, job: _Job, config: FwdConfig) -> str | None:
+        """What the gate says of a config that is right; None for any other, which then is no candidate any more."""
         from .measure import GateRequest
 
-        if (spec, config) not in self._proofs:
+        spec, proofs = job.request.spec, self._shared.proofs
+        if (spec, config) not in proofs:
             (kernel,) = self._compile(spec, [config])
             start = time.monotonic()
             self._ledger.expect("prove", 1)
             if isinstance(kernel, CompileError):
-                verdict = (False, str(kernel))
+                proofs[spec, config] = Verdict("compile_failed", str(kernel))
             else:
-                try:
-                    self._ready()
-                    payload = GateRequest(kernel, spec, config)
-                    passed, text = self._worker.call("gate", payload, timeout=_GATE_TIMEOUT)
-                    verdict = (passed, f"GPU: {text}")
-                except TrialFailure as failure:
-                    verdict = (False, str(failure))
-            self._proofs[spec, config] = verdict
+                proofs[spec, config] = self._device.gate(GateRequest(kernel, spec, config))
             self._ledger.spent("prove", time.monotonic() - start)
             self._ledger.step("prove", f"{spec.slug()} {config.slug()}")
-        return self._proofs[spec, config]
+        verdict = proofs[spec, config]
+        if verdict.outcome is None:
+            return verdict.text
+        job.failed.add(config)
+        self._ledger.fail(spec, config, verdict.outcome, verdict.text)
+        # A crash or a hang of the gate says nothing of the results: a later session may try again.
+        if verdict.outcome == "wrong":
+            job.study.reject(config, verdict.text)
+        return None
 
-    def _conclude(
-        self,
-        request: TuneRequest,
-        bucket: Bucket,
-        study: TuningStudy,
-        timings: dict[FwdConfig, Timing],
-        template_hash: str,
-    ) -> None:
-        """Proves the default and the fastest config that is right, and saves the latter."""
-        spec = request.spec
-        passed, text = self._prove(spec, default_config(spec))
-        if not passed:
-            self._ledger.fail(spec, default_config(spec), "wrong", text)
-        times = {**study.times(), **{config: timing.ms for config, timing in timings.items()}}
-        rejected = study.failures()
-        for config in sorted(times, key=times.__getitem__):
-            if config in rejected:
-                continue
-            passed, text = self._prove(spec, config)
-            if not passed:
-                self._ledger.fail(spec, config, "wrong", text)
-                study.reject(config, text)
-                continue
-            self._ledger.save([self._entry(request, bucket, study, config, times, timings, text, template_hash)])
-            return
+    def _confirm(self, job: _Job) -> None:
+        """Takes times of earlier sessions again where one would win: clocks and heat may have been others then."""
+        for _ in range(_MAX_CONFIRMATIONS):
+            by_time = ranking(job.times(), job.incumbent, job.times())
+            if not by_time or by_time[0] in job.timings or self._ledger.interrupted or self._ledger.late():
+                return
+            self._ledger.expect("measure", 1)
+            self._measure_batch(job, [Asked(by_time[0], None)])
 
-    def _entry(
-        self,
-        request: TuneRequest,
-        bucket: Bucket,
-        study: TuningStudy,
-        config: FwdConfig,
-        times: dict[FwdConfig, float],
-        timings: dict[FwdConfig, Timing],
-        numerics: str,
-        template_hash: str,
-    ) -> TunedEntry:
-        from .measure import METHOD
+    def _conclude(self, job: _Job) -> None:
+        """Proves the default and the best config that is right, and saves the latter."""
+        self._confirm(job)
+        if job.default in job.timings:
+            self._ledger.default_ms[job.request.spec, job.bucket] = job.timings[job.default].ms
+        self._prove(job, job.default)
+        while ranked := job.ranking():
+            text = self._prove(job, ranked[0])
+            if text is not None:
+                self._ledger.save([self._entry(job, ranked[0], text)])
+                return
 
-        if config in timings:
-            timing = timings[config]
-            p20, p80, n = timing.p20, timing.p80, timing.n
-        else:
-            attrs = study.attrs(config)
-            p20, p80, n = attrs["p20"], attrs["p80"], attrs["n"]
-        failed = [failure for failure in self._ledger.failures if failure.spec == request.spec]
+    def _entry(self, job: _Job, config: FwdConfig, numerics: str) -> TunedEntry:
+        timing = job.timings.get(config) or _stored(job.study, config)
+        incumbent = job.timings.get(job.incumbent) if job.incumbent is not None else None
+        feasible = len(job.times())
         return TunedEntry(
-            spec=request.spec,
-            bucket=bucket,
+            spec=job.request.spec,
+            bucket=job.bucket,
             config=config,
-            measurement=Measurement("measured", times[config], p20, p80, n, METHOD, request.problem),
+            measurement=Measurement(
+                "measured",
+                timing.ms,
+                timing.p20,
+                timing.p80,
+                timing.n,
+                METHOD + (f"; taken twice, still doubtful: {timing.unsettled}" if timing.unsettled else ""),
+                job.request.problem,
+                clocks=timing.clocks,
+            ),
             provenance=Provenance(
-                template_hash=template_hash,
+                template_hash=job.template_hash,
                 nvcc=self._tools.nvcc_version(),
-                driver=self._driver,
+                driver=self._device.driver,
                 versions=self._tools.versions(),
-                trials=len(times) + len(failed),
-                feasible=len(times),
+                trials=feasible + self._ledger.failed(job.request.spec),
+                feasible=feasible,
                 numerics=numerics,
                 utc=utc_now(),
+                incumbent=Incumbent(job.incumbent, incumbent.ms) if job.incumbent and incumbent else None,
             ),
         )
+
+
+def _stored(study: TuningStudy, config: FwdConfig) -> Timing:
+    """A time of an earlier session."""
+    attrs = study.attrs(config)
+    clocks = attrs.get("clocks")
+    return Timing(
+        study.times()[config],
+        attrs["p20"],
+        attrs["p80"],
+        attrs["n"],
+        clocks=None if clocks is None else Clocks(**{**clocks, "throttle": tuple(clocks["throttle"])}),
+        unsettled=attrs.get("unsettled", ""),
+    )

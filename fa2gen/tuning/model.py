@@ -13,17 +13,20 @@ constants are used with the chip's rates: a prediction, and tables say so.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, field
 
 from fa2gen.constraints import estimate_registers, smem_plan
-from fa2gen.hardware import Gpu, occupancy
+from fa2gen.hardware import Gpu, get_gpu, occupancy
 from fa2gen.problem import Problem
 from fa2gen.spec import FwdConfig, KernelSpec
 
 from .space import register_cap
 
 MODEL_VERSION = "sm80-fwd-1"
+CALIBRATED_ON = "h200"
+"""The product whose measured times the constants are fitted to and judged by."""
 
 # Instruction issues of a scheduler besides the counted arithmetic: fixed per softmax step, and per 16-byte copy.
 _STEP_ISSUES = 11.01
@@ -96,6 +99,13 @@ class Prediction:
         return max(self.shares, key=lambda name: self.shares[name]) if self.shares else "nothing fits"
 
 
+def validity(gpu: Gpu) -> str:
+    """What is known of the model's truth on a chip."""
+    if gpu.name == CALIBRATED_ON:
+        return "calibrated on this chip"
+    return f"calibrated on an {get_gpu(CALIBRATED_ON).title}; its transfer to the {gpu.title} is unvalidated"
+
+
 def estimate_facts(spec: KernelSpec, config: FwdConfig, gpu: Gpu) -> Facts:
     """Facts before compiling: ptxas takes the registers a good schedule wants, if there are so many, or spills."""
     needed = estimate_registers(spec, config)
@@ -117,7 +127,9 @@ def predict(spec: KernelSpec, config: FwdConfig, problem: Problem, gpu: Gpu, fac
     if resident == 0:
         return Prediction(math.inf, 0)
     step = _step_clocks(spec, config, gpu, facts)
-    tiles, masked_tiles, longest = _tile_counts(spec, config, problem)
+    tiles, masked_tiles, longest = _tile_counts(
+        spec.causal, config.softmax == "guarded", config.block_m, config.block_n, problem.seqlen_q, problem.seqlen_k
+    )
     blocks = problem.batch * problem.num_heads_q * math.ceil(problem.seqlen_q / config.block_m)
     if blocks == 0:
         return Prediction(_LAUNCH_MS, resident)
@@ -226,19 +238,22 @@ def _tile_clocks(step: _Step, config: FwdConfig, resident: int, schedulers: int,
     return busy + exposed
 
 
-def _tile_counts(spec: KernelSpec, config: FwdConfig, problem: Problem) -> tuple[int, int, int]:
+@functools.lru_cache(maxsize=4096)
+def _tile_counts(
+    causal: bool, guarded: bool, block_m: int, block_n: int, seqlen_q: int, seqlen_k: int
+) -> tuple[int, int, int]:
     """Key tiles visited for one head: all, those on the masked path, and those of the longest block."""
-    m_blocks = math.ceil(problem.seqlen_q / config.block_m)
-    key_tiles = math.ceil(problem.seqlen_k / config.block_n)
-    always_masked = 1 if config.softmax == "guarded" or problem.seqlen_k % config.block_n else 0
-    if not spec.causal:
+    m_blocks = math.ceil(seqlen_q / block_m)
+    key_tiles = math.ceil(seqlen_k / block_n)
+    always_masked = 1 if guarded or seqlen_k % block_n else 0
+    if not causal:
         return m_blocks * key_tiles, m_blocks * min(always_masked, key_tiles), key_tiles
     total = masked = longest = 0
     for block in range(m_blocks):
-        first_row, last_row = block * config.block_m, min(problem.seqlen_q, (block + 1) * config.block_m) - 1
-        visible = min(problem.seqlen_k, last_row + 1 + problem.seqlen_k - problem.seqlen_q)
-        whole = min(problem.seqlen_k, first_row + 1 + problem.seqlen_k - problem.seqlen_q) // config.block_n
-        count = max(0, math.ceil(visible / config.block_n))
+        first_row, last_row = block * block_m, min(seqlen_q, (block + 1) * block_m) - 1
+        visible = min(seqlen_k, last_row + 1 + seqlen_k - seqlen_q)
+        whole = min(seqlen_k, first_row + 1 + seqlen_k - seqlen_q) // block_n
+        count = max(0, math.ceil(visible / block_n))
         total += count
         masked += min(count, max(always_masked, count - max(0, whole)))
         longest = max(longest, count)

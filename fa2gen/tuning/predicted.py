@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -13,23 +14,29 @@ from dataclasses import dataclass, field
 from fa2gen.compile import CompiledKernel, usable_cores
 from fa2gen.constraints import default_config
 from fa2gen.errors import CompileError, GateError
+from fa2gen.hardware import Gpu
 from fa2gen.problem import Problem
 from fa2gen.spec import FwdConfig, KernelSpec
 from fa2gen.tables import Measurement, Provenance, TunedEntry, utc_now
 
-from .model import MODEL_VERSION, Facts, predict
+from .model import MODEL_VERSION, Facts, predict, validity
 from .report import Ledger, TuneRequest
-from .shortlist import facts_of, shortlist, spill_reason
+from .shortlist import facts_of, launch_reason, shortlist, spill_reason
 from .space import Space, legal_space
 from .study import TuningStudy
 from .tools import Tools
 
 DEFAULT_TRIALS = 24
-METHOD = "performance model over ptxas's registers and spills, occupancy and the chip's rates"
+_METHOD = "performance model over ptxas's registers and spills, occupancy and the chip's rates"
 # Predicted differences below the model's own error (4 %) are no ground for one more config to prove and to keep.
 _TIE = 0.02
 # Wrong kernels are bugs; after this many the default has to do.
 _MAX_PROOFS = 3
+
+
+def method(gpu: Gpu) -> str:
+    """How a predicted entry's time was found, and how far the model is known to hold on that chip."""
+    return f"{_METHOD}; {validity(gpu)}"
 
 
 class _Late(Exception):
@@ -50,7 +57,14 @@ class _Group:
 
 
 def tune_predicted(
-    requests: Sequence[TuneRequest], ledger: Ledger, tools: Tools, trials: int | None, *, resume: bool
+    requests: Sequence[TuneRequest],
+    ledger: Ledger,
+    tools: Tools,
+    trials: int | None,
+    *,
+    resume: bool,
+    seed: int = 0,
+    storage: str | None = None,
 ) -> None:
     """Tunes every request; entries go to the ledger as soon as they are proved.
 
@@ -63,7 +77,9 @@ def tune_predicted(
         tools: The other rooms.
         trials: Configs to compile for each spec; default 24. The default config is always one more.
         resume: False puts earlier studies aside.
+        seed, storage: Of the studies.
     """
+    study = functools.partial(_study, ledger=ledger, tools=tools, resume=resume, seed=seed, storage=storage)
     tools.require_emulator()
     groups = _groups(requests, ledger, DEFAULT_TRIALS if trials is None else trials)
     jobs = [(group, config) for group in groups for config in group.configs]
@@ -76,7 +92,7 @@ def tune_predicted(
         _take_result(group, config, result, ledger)
         group.missing -= 1
         if group.missing == 0:
-            proofs[pool.submit(_settle, group, ledger, tools, resume)] = group
+            proofs[pool.submit(_settle, group, ledger, tools, study)] = group
         _harvest(proofs, ledger, wait=False)
         if ledger.late():
             raise _Late
@@ -118,13 +134,13 @@ def _take_result(group: _Group, config: FwdConfig, result: CompiledKernel | Comp
     if isinstance(result, CompileError):
         _fail(group, config, "compile_failed", f"{result}\n{result.log}".strip(), ledger)
     else:
-        ledger.cached += result.from_cache
-        ledger.compiled += not result.from_cache
-        reason = spill_reason(result)
-        if reason is None:
-            group.facts[config] = facts_of(result)
-        else:
+        ledger.count(not result.from_cache, result.from_cache)
+        if (reason := spill_reason(result)) is not None:
             _fail(group, config, "spilled", reason, ledger)
+        elif (reason := launch_reason(result, ledger.gpu)) is not None:
+            _fail(group, config, "launch_failed", reason, ledger)
+        else:
+            group.facts[config] = facts_of(result)
     ledger.step("compile", f"{group.spec.slug()} {config.slug()}")
 
 
@@ -133,10 +149,12 @@ def _fail(group: _Group, config: FwdConfig, outcome: str, reason: str, ledger: L
     ledger.fail(group.spec, config, outcome, reason)
 
 
-def _settle(group: _Group, ledger: Ledger, tools: Tools, resume: bool) -> list[TunedEntry]:
+def _settle(
+    group: _Group, ledger: Ledger, tools: Tools, open_study: Callable[[_Group, Problem], TuningStudy]
+) -> list[TunedEntry]:
     """Picks and proves a config for each problem of a spec; runs beside the compiler."""
     with contextlib.ExitStack() as stack:
-        studies = [stack.enter_context(_study(group, problem, ledger, tools, resume)) for problem in group.problems]
+        studies = [stack.enter_context(open_study(group, problem)) for problem in group.problems]
         times = [_record(group, problem, study, ledger) for problem, study in zip(group.problems, studies, strict=True)]
         proved: dict[FwdConfig, str | None] = {}
 
@@ -155,6 +173,9 @@ def _settle(group: _Group, ledger: Ledger, tools: Tools, resume: bool) -> list[T
         fallback = default_config(group.spec)
         prove(fallback)
         entries = []
+        for problem, mine in zip(group.problems, times, strict=True):
+            if fallback in mine:
+                ledger.default_ms[group.spec, problem.bucket(ledger.gpu.num_sms)] = mine[fallback]
         for problem, study, ranking, mine in zip(group.problems, studies, _rankings(times), times, strict=True):
             for config in ranking[:_MAX_PROOFS] + [fallback] * (fallback in group.facts):
                 text = prove(config)
@@ -164,7 +185,9 @@ def _settle(group: _Group, ledger: Ledger, tools: Tools, resume: bool) -> list[T
         return entries
 
 
-def _study(group: _Group, problem: Problem, ledger: Ledger, tools: Tools, resume: bool) -> TuningStudy:
+def _study(
+    group: _Group, problem: Problem, *, ledger: Ledger, tools: Tools, resume: bool, seed: int, storage: str | None
+) -> TuningStudy:
     return TuningStudy(
         ledger.gpu,
         group.spec,
@@ -173,7 +196,9 @@ def _study(group: _Group, problem: Problem, ledger: Ledger, tools: Tools, resume
         space=group.space,
         # Other facts or another model give other numbers, which must not meet these.
         objective=f"{MODEL_VERSION}, nvcc {tools.nvcc_version()}",
+        seed=seed,
         resume=resume,
+        storage=storage,
     )
 
 
@@ -224,7 +249,7 @@ def _entry(
         spec=group.spec,
         bucket=problem.bucket(ledger.gpu.num_sms),
         config=config,
-        measurement=Measurement("predicted", ms, ms, ms, 0, METHOD, problem),
+        measurement=Measurement("predicted", ms, ms, ms, 0, method(ledger.gpu), problem),
         provenance=Provenance(
             template_hash=tools.template_hash(group.spec.kind, config.family),
             nvcc=tools.nvcc_version(),

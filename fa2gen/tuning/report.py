@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from fa2gen.errors import ArgumentError
 from fa2gen.hardware import Gpu
-from fa2gen.problem import Problem
+from fa2gen.problem import Bucket, Problem
 from fa2gen.spec import FwdConfig, KernelSpec
 from fa2gen.tables import TunedEntry, save_entries
+from fa2gen.tables.merge import TemplateHash
 from fa2gen.tables.store import cached_table
 
 STAGES = ("compile", "measure", "prove", "save")
@@ -58,11 +59,28 @@ def default_requests(
             for ratio in gqa_ratios:
                 alignment = 16 if head_dim % 8 == 0 else 2
                 spec = KernelSpec("fwd", head_dim, dtype, mask, ratio, alignment)
-                kv_heads = max(1, round(hidden / head_dim / ratio))
                 for seqlen in seqlens:
-                    problem = Problem(max(1, tokens // seqlen), seqlen, seqlen, kv_heads * ratio, kv_heads)
-                    requests.append(TuneRequest(spec, problem))
+                    requests.append(
+                        TuneRequest(spec, usual_problem(spec, seqlen, seqlen, tokens=tokens, hidden=hidden))
+                    )
     return tuple(requests)
+
+
+def usual_problem(
+    spec: KernelSpec, seqlen_q: int, seqlen_k: int, *, tokens: int = 16384, hidden: int = 2048
+) -> Problem:
+    """A call of these lengths as it is tuned.
+
+    Args:
+        spec: The kernel.
+        seqlen_q, seqlen_k: Queries and keys per sequence.
+        tokens: batch times the larger of the lengths, about: a single query against 8192 keys is a call of two
+            sequences, not of 16384, whose keys and values fill no GPU's memory.
+        hidden: Query heads times head_dim, about: heads are rounded to whole groups.
+    """
+    kv_heads = max(1, round(hidden / spec.head_dim / spec.gqa_ratio))
+    batch = max(1, tokens // max(1, seqlen_q, seqlen_k))
+    return Problem(batch, seqlen_q, seqlen_k, kv_heads * spec.gqa_ratio, kv_heads)
 
 
 @dataclass(frozen=True)
@@ -101,6 +119,9 @@ class TuneReport:
         interrupted: Ctrl-C or the timeout ended it early; what was proved by then is saved.
         superseded: How many of the entries gave way to one that the table holds already: a prediction never replaces a
             measured entry.
+        default_ms: The default config's time for each entry, measured in this session or predicted as the entry is; an
+            entry whose default could not be timed is not in it.
+        devices: Device indices that measured.
     """
 
     gpu: Gpu
@@ -114,11 +135,17 @@ class TuneReport:
     stage_seconds: dict[str, float]
     interrupted: bool
     superseded: int = 0
+    default_ms: Mapping[tuple[KernelSpec, Bucket], float] = field(default_factory=dict)
+    devices: tuple[int, ...] = ()
 
 
 @dataclass
 class Ledger:
-    """A session's running account; everything that ends up in the report."""
+    """A session's running account; everything that ends up in the report. Threads may share it.
+
+    Attributes:
+        stops: How often Ctrl-C asked the session to stop while several devices measured, each in a thread.
+    """
 
     gpu: Gpu
     measured: bool
@@ -132,16 +159,21 @@ class Ledger:
     cached: int = 0
     superseded: int = 0
     interrupted: bool = False
+    stops: int = 0
+    template_hash: TemplateHash | None = None
+    default_ms: dict[tuple[KernelSpec, Bucket], float] = field(default_factory=dict)
+    devices: tuple[int, ...] = ()
     started: float = field(default_factory=time.monotonic)
     stage_seconds: dict[str, float] = field(default_factory=dict)
     _done: dict[str, int] = field(default_factory=dict)
     _total: dict[str, int] = field(default_factory=dict)
-    # Proofs report from threads of their own.
+    # Proofs and devices report from threads of their own.
     _lock: threading.RLock = field(default_factory=threading.RLock)
 
     def expect(self, stage: str, count: int) -> None:
         """Adds to a stage's total."""
-        self._total[stage] = self._total.get(stage, 0) + count
+        with self._lock:
+            self._total[stage] = self._total.get(stage, 0) + count
 
     def step(self, stage: str, text: str, count: int = 1) -> None:
         """Tells that ``count`` more of a stage are done."""
@@ -153,7 +185,14 @@ class Ledger:
 
     def spent(self, stage: str, seconds: float) -> None:
         """Adds to a stage's wall time."""
-        self.stage_seconds[stage] = self.stage_seconds.get(stage, 0.0) + seconds
+        with self._lock:
+            self.stage_seconds[stage] = self.stage_seconds.get(stage, 0.0) + seconds
+
+    def count(self, compiled: int, cached: int) -> None:
+        """Adds to the kernels that were compiled and taken from the cache."""
+        with self._lock:
+            self.compiled += compiled
+            self.cached += cached
 
     def fail(self, spec: KernelSpec, config: FwdConfig, outcome: str, reason: str) -> None:
         """Notes a failure once."""
@@ -162,15 +201,25 @@ class Ledger:
             if failure not in self.failures:
                 self.failures.append(failure)
 
+    def failed(self, spec: KernelSpec) -> int:
+        """How many failures of a kernel's configs are noted."""
+        with self._lock:
+            return sum(failure.spec == spec for failure in self.failures)
+
     def save(self, entries: Sequence[TunedEntry]) -> None:
-        """Writes entries to the table at once, so that an end at any moment loses nothing that was proved."""
+        """Writes entries to the table at once, so that an end at any moment loses nothing that was proved.
+
+        Saving the same entries again, after an interruption, changes nothing.
+        """
         start = time.monotonic()
-        paths = save_entries(self.gpu, entries, root=self.out)
-        tables = [cached_table(path) for path in paths]
-        present = {entry.key: entry for table in tables if table is not None for entry in table.entries}
-        self.superseded += sum(present.get(entry.key) != entry for entry in entries)
-        self.paths.update(paths)
-        self.entries.extend(entries)
+        with self._lock:
+            paths = save_entries(self.gpu, entries, root=self.out, template_hash=self.template_hash)
+            tables = [cached_table(path) for path in paths]
+            present = {entry.key: entry for table in tables if table is not None for entry in table.entries}
+            keys = {entry.key for entry in entries}
+            self.entries = [entry for entry in self.entries if entry.key not in keys] + list(entries)
+            self.superseded += sum(present.get(entry.key) != entry for entry in entries)
+            self.paths.update(paths)
         self.spent("save", time.monotonic() - start)
         self.expect("save", len(entries))
         self.step("save", ", ".join(f"{e.spec.slug()} {e.bucket.label()}" for e in entries), len(entries))
@@ -183,16 +232,19 @@ class Ledger:
         return True
 
     def report(self) -> TuneReport:
-        return TuneReport(
-            gpu=self.gpu,
-            measured=self.measured,
-            entries=tuple(self.entries),
-            failures=tuple(self.failures),
-            paths=tuple(sorted(self.paths)),
-            compiled=self.compiled,
-            cached=self.cached,
-            seconds=time.monotonic() - self.started,
-            stage_seconds=dict(self.stage_seconds),
-            interrupted=self.interrupted,
-            superseded=self.superseded,
-        )
+        with self._lock:
+            return TuneReport(
+                gpu=self.gpu,
+                measured=self.measured,
+                entries=tuple(self.entries),
+                failures=tuple(self.failures),
+                paths=tuple(sorted(self.paths)),
+                compiled=self.compiled,
+                cached=self.cached,
+                seconds=time.monotonic() - self.started,
+                stage_seconds=dict(self.stage_seconds),
+                interrupted=self.interrupted,
+                superseded=self.superseded,
+                default_ms=dict(self.default_ms),
+                devices=self.devices,
+            )

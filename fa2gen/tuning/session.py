@@ -5,15 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from fa2gen.errors import ArgumentError
+from fa2gen.errors import ArgumentError, LaunchError
 from fa2gen.hardware import Gpu, match_device
 from fa2gen.tables import require_writable
 
 from .report import Failure, Ledger, TuneEvent, TuneReport, TuneRequest, default_requests
 
 if TYPE_CHECKING:
+    from fa2gen.driver import DeviceInfo
+
     from .tools import Tools
 
 __all__ = ["Failure", "TuneEvent", "TuneReport", "TuneRequest", "default_requests", "tune"]
@@ -29,6 +31,9 @@ def tune(
     resume: bool = True,
     progress: Callable[[TuneEvent], None] | None = None,
     measured: bool | None = None,
+    devices: Sequence[int] | None = None,
+    seed: int = 0,
+    storage: str | None = None,
     tools: Tools | None = None,
 ) -> TuneReport:
     """Finds the fastest right config for each request and saves it.
@@ -39,65 +44,113 @@ def tune(
         requests: Kernels and the sizes to tune them for.
         gpu: The GPU to tune for.
         out: Folder of tables to write to; default the user's.
-        trials: Measured: configs to time for each request (default 40). Predicted: configs to compile for each spec
-            (default 24). 0: only the default config is proved and saved.
+        trials: Measured: configs to time for each request (default 40), besides the default config and the one that the
+            tables hold, which are timed in any case. Predicted: configs to compile for each spec (default 24).
+            0: none besides those.
         timeout: Seconds for the whole session.
         resume: Go on with the studies of an earlier session; False puts them aside.
-        progress: Called after every step, from one thread at a time.
+        progress: Called after every step, by one thread at a time.
         measured: None: measure if the GPU is in this machine. True: insist on it. False: predict in any case.
+        devices: Indices of the devices to measure on, as torch counts them; default all that are this GPU.
+        seed: Of the samplers.
+        storage: Optuna storage URL for the studies, for several hosts; default a journal file each.
         tools: Replaces compiling, proving and measuring, for tests.
 
     Raises:
-        ArgumentError: A bad argument, or ``measured`` is True and the GPU is not in this machine.
+        ArgumentError: A bad argument, or ``measured`` is True or ``devices`` are given and the GPU is not there.
         ToolchainError: No nvcc or, for predictions, no C++ compiler.
         TableError: The table cannot be written.
+        LaunchError: The GPU was lost, or has too little memory; what was proved before is saved.
     """
-    if trials is not None and (isinstance(trials, bool) or not isinstance(trials, int) or trials < 0):
-        raise ArgumentError(f"trials must be an integer of at least 0, got {trials!r}")
+    _require_count("trials", trials, optional=True)
+    _require_count("seed", seed)
     if timeout is not None and not timeout > 0:
         raise ArgumentError(f"timeout must be above 0 seconds, got {timeout!r}")
     if out is not None and Path(out).is_file():
         raise ArgumentError(f"out must be a folder of tables, {out} is a file")
+    if measured is False and devices is not None:
+        raise ArgumentError("devices are for measuring, got measured=False")
     from .tools import Tools
 
     tools = tools or Tools()
-    device = None if measured is False else _find_device(gpu, tools)
-    if measured and device is None:
-        here = ", ".join(info.name for info in tools.devices()) or "none"
-        raise ArgumentError(f"gpu {gpu.name} cannot be measured: this machine's GPUs are: {here}")
+    found = [] if measured is False else _find_devices(gpu, tools, devices)
+    if measured and not found:
+        raise ArgumentError(f"gpu {gpu.name} cannot be measured: this machine's GPUs are: {_names(tools)}")
     ledger = Ledger(
         gpu=gpu,
-        measured=device is not None,
+        measured=bool(found),
         out=None if out is None else Path(out),
         progress=progress,
         deadline=time.monotonic() + (timeout if timeout is not None else float("inf")),
+        template_hash=tools.template_hash,
+        devices=tuple(info.index for info in found),
     )
     unique = list(dict.fromkeys(requests))
     # Everything that would stop the session at its end stops it here.
     tools.nvcc_version()
     require_writable(gpu, {request.spec.kind for request in unique}, root=ledger.out)
     try:
-        if device is None:
+        if not found:
             from .predicted import tune_predicted
 
-            tune_predicted(unique, ledger, tools, trials, resume=resume)
+            tune_predicted(unique, ledger, tools, trials, resume=resume, seed=seed, storage=storage)
         else:
-            index, driver = device
-            worker = tools.worker(index)
-            # Its start takes seconds (torch, a CUDA context), this process's imports of Optuna included.
-            worker.start()
-            from .measured import MeasuredTuning
-
-            MeasuredTuning(ledger, tools, worker, driver, trials=trials, resume=resume).run(unique)
+            _tune_measured(unique, ledger, tools, found, trials, resume=resume, seed=seed, storage=storage)
     except KeyboardInterrupt:
         ledger.interrupted = True
+    except LaunchError as error:
+        raise type(error)(f"{error}; {len(ledger.entries)} entries had been saved before") from None
     return ledger.report()
 
 
-def _find_device(gpu: Gpu, tools: Tools) -> tuple[int, str] | None:
-    """Index and driver version of the first device that is this GPU."""
-    for info in tools.devices():
-        found = match_device(info.name, info.compute_capability, info.num_sms, info.l2_bytes)
-        if found.name == gpu.name:
-            return info.index, info.driver_version
-    return None
+def _tune_measured(
+    requests: Sequence[TuneRequest],
+    ledger: Ledger,
+    tools: Tools,
+    found: Sequence[DeviceInfo],
+    trials: int | None,
+    **study: Any,
+) -> None:
+    from .device import MeasuringDevice
+
+    # No more than there is work for.
+    devices = [
+        MeasuringDevice(info.index, info.driver_version, tools.worker(info.index)) for info in found[: len(requests)]
+    ]
+    for device in devices:
+        # Its start takes seconds (torch, a CUDA context), this process's imports of Optuna included.
+        device.start()
+    from .devices import tune_measured
+    from .measured import Options
+
+    tune_measured(requests, ledger, tools, devices, Options(trials=trials, **study))
+
+
+def _require_count(name: str, value: object, *, optional: bool = False) -> None:
+    if optional and value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ArgumentError(f"{name} must be an integer of at least 0, got {value!r}")
+
+
+def _names(tools: Tools) -> str:
+    return ", ".join(f"{info.index} {info.name}" for info in tools.devices()) or "none"
+
+
+def _is_product(info: DeviceInfo, gpu: Gpu) -> bool:
+    return match_device(info.name, info.compute_capability, info.num_sms, info.l2_bytes).name == gpu.name
+
+
+def _find_devices(gpu: Gpu, tools: Tools, wanted: Sequence[int] | None) -> list[DeviceInfo]:
+    """The devices that are this GPU, or those of them that are wanted."""
+    if wanted is None:
+        return [info for info in tools.devices() if _is_product(info, gpu)]
+    known = {info.index: info for info in tools.devices()}
+    for index in wanted:
+        if index not in known:
+            raise ArgumentError(f"device {index!r} does not exist: this machine's GPUs are: {_names(tools)}")
+        if not _is_product(known[index], gpu):
+            raise ArgumentError(f"device {index} is an {known[index].name}, not the {gpu.title} ({gpu.name})")
+    if not wanted:
+        raise ArgumentError("devices must name at least one device")
+    return [known[index] for index in dict.fromkeys(wanted)]

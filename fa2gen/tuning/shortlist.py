@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from fa2gen.compile import CompiledKernel
 from fa2gen.constraints import smem_plan
-from fa2gen.hardware import Gpu
+from fa2gen.hardware import Gpu, occupancy
 from fa2gen.problem import Problem
 from fa2gen.spec import FwdConfig, KernelSpec
 
@@ -53,6 +53,17 @@ def spill_reason(compiled: CompiledKernel) -> str | None:
     if arrays > MAX_ARRAY_BYTES:
         return f"{arrays} bytes of register arrays in local memory: a loop over them was not unrolled"
     return None
+
+
+def launch_reason(compiled: CompiledKernel, gpu: Gpu) -> str | None:
+    """Why no block of a compiled kernel fits on an SM, so that the driver would refuse to launch it; else None."""
+    facts, threads = facts_of(compiled), compiled.source.num_threads
+    if occupancy(gpu.arch, threads, facts.registers, facts.smem_bytes).blocks_per_sm:
+        return None
+    return (
+        f"no block fits on an SM: {threads} threads of {facts.registers} registers (an SM has "
+        f"{gpu.arch.max_registers_per_sm}) and {facts.smem_bytes} bytes of shared memory"
+    )
 
 
 def code_digest(compiled: CompiledKernel) -> str:

@@ -10,7 +10,6 @@ import functools
 import hashlib
 import itertools
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from fa2gen.constraints import infeasible_reason
@@ -84,12 +83,11 @@ def register_cap(config: FwdConfig, arch: ArchLimits) -> int:
     return min(arch.max_registers_per_thread, per_thread)
 
 
-def grid() -> Iterator[FwdConfig]:
+@functools.cache
+def grid() -> tuple[FwdConfig, ...]:
     """Every config of the grid, legal or not."""
-    for values in itertools.product(*GRID.values()):
-        config = config_of(dict(zip(GRID, values, strict=True)))
-        if config is not None:
-            yield config
+    points = (config_of(dict(zip(GRID, values, strict=True))) for values in itertools.product(*GRID.values()))
+    return tuple(config for config in points if config is not None)
 
 
 def exclusion_reason(spec: KernelSpec, config: FwdConfig, arch: ArchLimits) -> str | None:

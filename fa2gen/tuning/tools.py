@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 from fa2gen.codegen import KernelSource, render_kernel, template_hash
@@ -13,6 +14,7 @@ from fa2gen.constraints import default_config
 from fa2gen.driver import DeviceInfo, device_count, device_info, unavailable_reason
 from fa2gen.errors import CompileError, EmulatorError, GateError
 from fa2gen.spec import FwdConfig, KernelSpec
+from fa2gen.tables.store import search_dirs
 
 from .worker import Worker
 
@@ -27,6 +29,7 @@ class MeasuringProcess(Protocol):
     def start(self) -> None: ...
     def call(self, operation: str, payload: Any = None, *, timeout: float) -> Any: ...
     def stop(self) -> None: ...
+    def kill(self) -> None: ...
 
 
 def _compile_many(
@@ -97,6 +100,10 @@ def _devices() -> Sequence[DeviceInfo]:
     return [device_info(index) for index in range(device_count())]
 
 
+def _table_roots(out: Path | None) -> Sequence[Path]:
+    return tuple(dict.fromkeys([*([] if out is None else [out]), *search_dirs()]))
+
+
 def _start_worker(device_index: int) -> MeasuringProcess:
     return Worker("fa2gen.tuning.measure:device_handler", {"device_index": device_index})
 
@@ -115,6 +122,7 @@ class Tools:
         versions: Versions of the packages that take part.
         devices: The GPUs of this machine, by device index.
         worker: device index -> measuring process, not yet started.
+        table_roots: Folder to save to, or None -> folders of tables that may hold an incumbent, nearest first.
     """
 
     render: Callable[[KernelSpec, FwdConfig], KernelSource] = render_kernel
@@ -126,3 +134,4 @@ class Tools:
     versions: Callable[[], dict[str, str]] = _versions
     devices: Callable[[], Sequence[DeviceInfo]] = _devices
     worker: Callable[[int], MeasuringProcess] = _start_worker
+    table_roots: Callable[[Path | None], Sequence[Path]] = _table_roots

@@ -23,9 +23,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from fa2gen.errors import Fa2genError
+from fa2gen.errors import Fa2genError, LaunchError
 
 _LENGTH = struct.Struct("<Q")
+# Seconds that a killed child may take to be gone.
+_END_TIMEOUT = 30.0
 Handler = Callable[[str, Any], Any]
 
 
@@ -41,6 +43,10 @@ class TrialFailure(Fa2genError):
         super().__init__(reason)
         self.outcome = outcome
         self.fatal = fatal
+
+
+class DeviceUnfit(LaunchError):
+    """The device cannot do what is asked of it, whatever the config: it has too little memory left, say."""
 
 
 class Worker:
@@ -70,7 +76,7 @@ class Worker:
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115  (lives as long as the child)
         self._process = subprocess.Popen(
             # Not -m: the module would run as __main__ and its TrialFailure be another class than the handler's.
-            [sys.executable, "-c", "from fa2gen.tuning.worker import serve; serve()"],
+            [sys.executable, "-c", f"from fa2gen.tuning.worker import serve; serve({os.getpid()})"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._stderr,
@@ -95,6 +101,7 @@ class Worker:
         Raises:
             TrialFailure: The handler raised (its outcome, or ``launch_failed``), the child died (``launch_failed``) or
                 hung (``timeout``).
+            DeviceUnfit: The handler says that it can serve no such request.
         """
         self.start()
         process = self._process
@@ -118,6 +125,9 @@ class Worker:
         status, *rest = reply
         if status == "ok":
             return rest[0]
+        if status == "unfit":
+            self.stop()
+            raise DeviceUnfit(rest[0])
         outcome, reason, fatal = rest
         if fatal:
             self.stop()
@@ -136,12 +146,20 @@ class Worker:
         self.stop()
         return f"the measuring process died ({how})" + (f": {words}" if words else "")
 
+    def kill(self) -> None:
+        """Ends the child from another thread than the one that calls it; that call fails, and its thread cleans up."""
+        process = self._process
+        if process is not None:
+            process.kill()
+
     def stop(self) -> None:
         """Ends the child, at once and whatever it is doing; the next call starts another."""
         process, self._process = self._process, None
         if process is not None:
             process.kill()
-            process.wait()
+            # A process that waits for a lost GPU inside the driver cannot be ended; it must not take this one along.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=_END_TIMEOUT)
             for pipe in (process.stdin, process.stdout):
                 if pipe is not None:
                     with contextlib.suppress(OSError):
@@ -189,25 +207,40 @@ def _await(selector: selectors.BaseSelector, deadline: float | None) -> None:
         raise TimeoutError
 
 
-def serve() -> None:
-    """The child's loop: ends when the parent closes the pipe or dies."""
-    # A hung kernel would outlive a killed parent: ask Linux for a kill when the parent goes.
+def serve(parent: int) -> None:
+    """The child's loop: ends when the parent closes the pipe or dies.
+
+    Args:
+        parent: The parent's process id.
+    """
+    # A hung kernel would outlive a killed parent: ask Linux for a kill when the parent goes (the thread of it that
+    # started this process, to be exact; that one waits for it), and go if it went before.
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    if os.getppid() != parent:
+        return
     answers = os.dup(1)
     os.dup2(2, 1)
     name, options = _receive(0)
     module, _, factory = name.partition(":")
-    handler: Handler = getattr(importlib.import_module(module), factory)(**options)
+    unfit: DeviceUnfit | None = None
+    try:
+        handler: Handler = getattr(importlib.import_module(module), factory)(**options)
+    except DeviceUnfit as error:
+        unfit = error
     while True:
         try:
             operation, payload = _receive(0)
         except EOFError:
             return
         try:
+            if unfit is not None:
+                raise unfit
             reply: tuple[Any, ...] = ("ok", handler(operation, payload))
         except TrialFailure as failure:
             reply = ("failed", failure.outcome, str(failure), failure.fatal)
+        except DeviceUnfit as error:
+            reply = ("unfit", str(error))
         except Exception as error:
             # Unknown state: the child is replaced.
             reply = ("failed", "launch_failed", f"{type(error).__name__}: {error}", True)

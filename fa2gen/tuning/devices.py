@@ -1,0 +1,97 @@
+"""Several devices of one product share a session's requests; each has a thread, a measuring process and a study."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+
+from fa2gen.errors import LaunchError
+
+from .device import MeasuringDevice
+from .measured import MeasuredTuning, Options, Shared
+from .report import Ledger, TuneRequest
+from .tools import Tools
+
+
+def tune_measured(
+    requests: Sequence[TuneRequest],
+    ledger: Ledger,
+    tools: Tools,
+    devices: Sequence[MeasuringDevice],
+    options: Options,
+) -> None:
+    """Tunes every request on one of the devices; their processes are ended at the end.
+
+    A device that is lost gives its request back to the others, and the session goes on while there is one.
+
+    Raises:
+        LaunchError: No device is left (DeviceLost), or none is fit (DeviceUnfit).
+        KeyboardInterrupt: The second one; the first has what was timed proved and saved.
+    """
+    shared = Shared()
+    pool = _Pool(requests, ledger)
+    alive = {device.index: (device, MeasuredTuning(ledger, tools, device, options, shared)) for device in devices}
+    try:
+        # A device that idles when another is lost may still take over: another round.
+        while alive and not pool.done():
+            lost = pool.work([tuning for _, tuning in alive.values()], [device for device, _ in alive.values()])
+            for index in [index for index, error in zip(list(alive), lost, strict=True) if error is not None]:
+                alive[index][0].stop()
+                del alive[index]
+        if not pool.done():
+            raise pool.last_error
+    finally:
+        for device in devices:
+            device.stop()
+
+
+class _Pool:
+    """Requests that wait for a device."""
+
+    def __init__(self, requests: Sequence[TuneRequest], ledger: Ledger) -> None:
+        self._waiting, self._ledger = deque(requests), ledger
+        self._lock = threading.Lock()
+        self.last_error = LaunchError("no device can be used")
+
+    def done(self) -> bool:
+        return not self._waiting or self._ledger.interrupted or self._ledger.late()
+
+    def work(self, tunings: Sequence[MeasuredTuning], devices: Sequence[MeasuringDevice]) -> list[LaunchError | None]:
+        """Lets every device take requests until none is left; the error of each that was lost."""
+        if len(tunings) == 1:
+            # In this thread, where Ctrl-C interrupts whatever it finds.
+            return [self._serve(tunings[0])]
+        with ThreadPoolExecutor(len(tunings), thread_name_prefix="fa2gen-device") as threads:
+            futures = [threads.submit(self._serve, tuning) for tuning in tunings]
+            self._wait(futures, devices)
+            return [future.result() for future in futures]
+
+    def _serve(self, tuning: MeasuredTuning) -> LaunchError | None:
+        while not self.done():
+            with self._lock:
+                if not self._waiting:
+                    break
+                request = self._waiting.popleft()
+            try:
+                tuning.tune(request)
+            except LaunchError as error:
+                with self._lock:
+                    self._waiting.appendleft(request)
+                    self.last_error = error
+                return error
+        return None
+
+    def _wait(self, futures: Sequence[Future[LaunchError | None]], devices: Sequence[MeasuringDevice]) -> None:
+        """Hands Ctrl-C on: after the first the threads end in order, after the second at once."""
+        while True:
+            try:
+                wait(futures)
+                return
+            except KeyboardInterrupt:
+                self._ledger.interrupted = True
+                self._ledger.stops += 1
+                if self._ledger.stops > 1:
+                    for device in devices:
+                        device.kill()
