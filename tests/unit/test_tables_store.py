@@ -1,10 +1,9 @@
-"""Table files: merge rule, atomic writes among processes and kills, damaged files kept, fast and quiet reads."""
+"""Table files: merge rule, atomic writes, damaged files, fast and quiet reads; kills are in test_store_kills.py."""
 
 from __future__ import annotations
 
-import multiprocessing
-import signal
-import time
+import dataclasses
+import os
 import warnings
 
 import pytest
@@ -14,6 +13,8 @@ from fa2gen.hardware import get_gpu
 from fa2gen.problem import Problem
 from fa2gen.spec import KernelSpec
 from fa2gen.tables import (
+    Incumbent,
+    Regate,
     load_table,
     merge_entries,
     package_dir,
@@ -27,8 +28,6 @@ from fa2gen.tables.store import cached_table
 from tests.tuning_fakes import entry, table
 
 GPU = get_gpu("a100")
-# Writers that start at once and, unlike threads, can be killed.
-FORK = multiprocessing.get_context("fork")
 
 
 def test_the_user_folder_follows_the_environment(monkeypatch, tmp_path):
@@ -63,12 +62,81 @@ OLD, NEW = "2026-01-01T00:00:00Z", "2026-02-01T00:00:00Z"
         ({"kind": "predicted", "utc": NEW}, {"kind": "measured", "utc": OLD}, 1),
         # Also when the measured entry's templates are gone.
         ({"kind": "measured", "utc": OLD, "template": "old"}, {"kind": "predicted", "utc": NEW, "template": "new"}, 0),
+        ({"kind": "predicted", "utc": NEW, "template": "new"}, {"kind": "measured", "utc": OLD, "template": "old"}, 1),
         ({"kind": "predicted", "utc": OLD}, {"kind": "predicted", "utc": OLD}, 1),
+        # Of predictions one of today's templates wins, whatever its age; of two stale ones the newer.
+        ({"utc": NEW, "template": "old"}, {"utc": OLD, "template": "new"}, 1),
+        ({"utc": OLD, "template": "new"}, {"utc": NEW, "template": "old"}, 0),
+        ({"utc": OLD, "template": "old"}, {"utc": NEW, "template": "older"}, 1),
+        # Of measured ones the newer, stale or not.
+        ({"kind": "measured", "utc": OLD, "template": "new"}, {"kind": "measured", "utc": NEW, "template": "old"}, 1),
     ],
 )
 def test_merge_rule(present, incoming, winner):
     pair = (entry(ms=1.0, **present), entry(ms=2.0, **incoming))
-    assert merge_entries(pair[:1], pair[1:]) == (pair[winner],)
+    assert merge_entries(pair[:1], pair[1:], template_hash=lambda kind, family: "new") == (pair[winner],)
+    if present.get("template") is None:
+        assert merge_entries(pair[:1], pair[1:]) == (pair[winner],)
+
+
+def measured(ms, *, spread=0.0, **options):
+    row = entry(kind="measured", ms=ms, **options)
+    times = dataclasses.replace(row.measurement, p20=ms * (1 - spread), p80=ms * (1 + spread))
+    return dataclasses.replace(row, measurement=times)
+
+
+def with_provenance(row, **fields):
+    return dataclasses.replace(row, provenance=dataclasses.replace(row.provenance, **fields))
+
+
+@pytest.mark.parametrize(
+    ("ms", "options", "winner"),
+    [
+        # Within 2 %, faster or slower, another config changes nothing.
+        (0.99, {"block_n": 128}, 0),
+        (1.01, {"block_n": 128}, 0),
+        (0.97, {"block_n": 128}, 1),
+        (1.03, {"block_n": 128}, 1),
+        # Ranges that overlap.
+        (0.95, {"block_n": 128, "spread": 0.06}, 0),
+        (0.95, {"block_n": 128, "spread": 0.01}, 1),
+        # The same config is measured again; other templates are another kernel.
+        (0.99, {}, 1),
+        (0.99, {"block_n": 128, "template": "other"}, 1),
+        # Never an older one.
+        (0.5, {"block_n": 128, "utc": "2025-01-01T00:00:00Z"}, 0),
+    ],
+)
+def test_noise_is_no_reason_to_change_a_config(ms, options, winner):
+    present = measured(1.0, utc=OLD)
+    incoming = measured(ms, **{"utc": NEW, **options})
+    assert merge_entries([present], [incoming]) == ((present, incoming)[winner],)
+
+
+def test_a_config_timed_beside_the_incumbent_may_win_within_the_noise():
+    present = measured(1.0, utc=OLD)
+    incoming = measured(0.99, utc=NEW, block_n=128)
+    assert merge_entries([present], [incoming]) == (present,)
+    beside = with_provenance(incoming, incumbent=Incumbent(present.config, 1.0))
+    assert merge_entries([present], [beside]) == (beside,)
+
+
+def test_a_gate_passed_again_is_kept():
+    present = measured(1.0, utc=OLD, template="old")
+    gated = with_provenance(present, regate=Regate("new", "passed", NEW))
+    assert merge_entries([present], [gated]) == (gated,)
+    assert merge_entries([gated], [present]) == (gated,)
+    later = with_provenance(present, regate=Regate("newer", "passed", "2026-03-01T00:00:00Z"))
+    assert merge_entries([later], [gated]) == (later,)
+    assert merge_entries([gated], [later]) == (later,)
+
+
+def test_a_save_knows_today_s_templates(tmp_path):
+    save_entries(GPU, [entry(utc=OLD, template="new")], root=tmp_path)
+    stale = entry(utc=NEW, template="old", ms=3.0)
+    save_entries(GPU, [stale], root=tmp_path, template_hash=lambda kind, family: "new")
+    path = table_path(tmp_path, "a100", "fwd")
+    assert load_table(path).entries[0].provenance.template_hash == "new"
 
 
 def test_merging_keeps_the_rest(tmp_path):
@@ -80,17 +148,24 @@ def test_merging_keeps_the_rest(tmp_path):
     assert sorted(entries, key=repr) == sorted([first, second, other_bucket], key=repr)
 
 
-def test_a_damaged_file_is_kept_aside(tmp_path):
-    path = table_path(tmp_path, "a100", "fwd")
-    path.parent.mkdir()
-    for number, damage in enumerate((b"", render_table(table(entry()))[:-40].encode(), b"\xff\xfe\x00")):
-        path.write_bytes(damage)
-        with pytest.warns(RuntimeWarning, match="kept as fwd.json.damaged"):
-            save_entries(GPU, [entry(ms=1.0 + number)], root=tmp_path)
-        assert [row.measurement.ms for row in load_table(path).entries] == [1.0 + number]
-        (backup,) = (file for file in path.parent.glob("fwd.json.damaged-*"))
-        assert backup.read_bytes() == damage
-        backup.unlink()
+def test_what_killed_writers_left_is_swept(tmp_path):
+    (path,) = save_entries(GPU, [entry()], root=tmp_path)
+    mine = path.with_name("notes.tmp")
+    for leftover in (path.with_name(".fwd.json.abc123.tmp"), path.with_name(".fwd.json.lock"), mine):
+        leftover.write_text("half")
+    save_entries(GPU, [entry(KernelSpec(dtype="fp16"))], root=tmp_path)
+    assert sorted(file.name for file in path.parent.iterdir()) == ["fwd.json", "notes.tmp"]
+
+
+def test_data_is_on_disk_before_its_name(tmp_path, monkeypatch):
+    steps = []
+    real = {name: getattr(os, name) for name in ("fsync", "replace")}
+    monkeypatch.setattr(os, "fsync", lambda fd: (steps.append(os.readlink(f"/proc/self/fd/{fd}")), real["fsync"](fd)))
+    monkeypatch.setattr(os, "replace", lambda a, b: (steps.append(f"{a} -> {b}"), real["replace"](a, b)))
+    (path,) = save_entries(GPU, [entry()], root=tmp_path)
+    data, rename, folder = steps
+    assert rename == f"{data} -> {path}"
+    assert folder == str(path.parent)
 
 
 def test_a_newer_table_is_not_touched(tmp_path):
@@ -132,48 +207,6 @@ def test_run_time_ignores_a_bad_table_with_one_warning(tmp_path):
     with pytest.warns(RuntimeWarning):
         save_entries(GPU, [entry()], root=tmp_path)
     assert len(cached_table(save).entries) == 1
-
-
-def _write(root, first, count, started=None, head_dim=128):
-    for ratio in range(first, first + count):
-        spec = KernelSpec(head_dim=head_dim, gqa_ratio=ratio, alignment=2)
-        save_entries(GPU, [entry(spec, ms=float(ratio))], root=root)
-        if started is not None:
-            started.set()
-
-
-def test_eight_processes_merge_into_one_file(tmp_path):
-    writers = [FORK.Process(target=_write, args=(tmp_path, 1 + 5 * number, 5)) for number in range(8)]
-    for writer in writers:
-        writer.start()
-    for writer in writers:
-        writer.join()
-        assert writer.exitcode == 0
-    entries = load_table(table_path(tmp_path, "a100", "fwd")).entries
-    assert {row.spec.gqa_ratio: row.measurement.ms for row in entries} == {
-        ratio: float(ratio) for ratio in range(1, 41)
-    }
-
-
-def test_kills_in_the_middle_of_saves_lose_nothing_that_was_saved(tmp_path):
-    path = table_path(tmp_path, "a100", "fwd")
-    kept = set()
-    for attempt in range(25):
-        started = FORK.Event()
-        writer = FORK.Process(target=_write, args=(tmp_path, 1, 1000, started, 1 + attempt))
-        writer.start()
-        assert started.wait(60)
-        time.sleep(0.0007 * attempt)
-        writer.kill()
-        writer.join()
-        assert writer.exitcode == -signal.SIGKILL
-        # The file is whole after every kill and holds all that was there, and the dead writer blocks nobody.
-        present = {row.spec for row in load_table(path).entries}
-        assert present > kept
-        mine = KernelSpec(gqa_ratio=1 + attempt)
-        save_entries(GPU, [entry(mine)], root=tmp_path)
-        kept = {row.spec for row in load_table(path).entries}
-        assert kept == present | {mine}
 
 
 def test_what_cannot_be_written_is_known_beforehand(tmp_path):

@@ -1,20 +1,23 @@
-"""Studies: resume, several processes, kills, typed failures."""
+"""Studies: resume, several processes, typed failures, damage, databases; kills are in test_store_kills.py."""
 
 from __future__ import annotations
 
+import importlib.util
 import multiprocessing
-import signal
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 
+import optuna
 import pytest
 
 from fa2gen.constraints import infeasible_reason
+from fa2gen.errors import StudyError
 from fa2gen.hardware import get_gpu
 from fa2gen.spec import FwdConfig, KernelSpec
-from fa2gen.tuning.space import Space, legal_space
+from fa2gen.tuning.space import GRID, Space, legal_space
 from fa2gen.tuning.study import OUTCOMES, TuningStudy, study_name
 from tests.tuning_fakes import PROBLEM
 
@@ -99,14 +102,35 @@ def test_enqueued_configs_come_first(tmp_path):
         assert not study.enqueue(FwdConfig(block_m=112))
 
 
-def test_every_outcome_is_kept_with_its_text(tmp_path):
-    with open_study(tmp_path) as study:
-        for outcome in OUTCOMES:
-            asked = study.ask()
-            study.fail(asked, outcome, f"because {outcome}")
-            assert study.failures()[asked.config] == (outcome, f"because {outcome}")
+STORAGES = ("journal", "sqlite")
+
+
+def home(kind, folder):
+    """Options of ``open_study`` for a journal or a database in the folder."""
+    return {} if kind == "journal" else {"storage": f"sqlite:///{folder / 'studies.db'}"}
+
+
+@pytest.mark.parametrize("kind", STORAGES)
+def test_every_outcome_is_kept_with_its_text(tmp_path, kind):
+    assert set(OUTCOMES) == {"infeasible", "compile_failed", "spilled", "launch_failed", "wrong", "timeout"}
+    texts = {outcome: f'because {outcome}:\n"line 2" \u00b5 ' + "x" * 3000 for outcome in OUTCOMES}
+    with open_study(tmp_path, **home(kind, tmp_path)) as study:
+        asked = {outcome: study.ask() for outcome in OUTCOMES}
+        for outcome, trial in asked.items():
+            study.fail(trial, outcome, texts[outcome])
+        recorded = [config for config in legal_space(SPEC, GPU).configs if config not in study.failures()][:2]
+        study.record_failure(recorded[0], "spilled", "12 bytes")
+        study.record(recorded[1], 3.0, p20=2.5)
+        study.reject(recorded[1], "row 3")
         with pytest.raises(ValueError, match="outcome must be one of"):
             study.fail(study.ask(), "bad luck", "x")
+    with open_study(tmp_path, **home(kind, tmp_path)) as study:
+        failures = study.failures()
+        for outcome, trial in asked.items():
+            assert failures[trial.config] == (outcome, texts[outcome])
+        assert failures[recorded[0]] == ("spilled", "12 bytes")
+        assert failures[recorded[1]] == ("wrong", "row 3")
+        assert study.attrs(recorded[1]) == {"p20": 2.5}
 
 
 def test_a_small_space_ends(tmp_path):
@@ -119,6 +143,14 @@ def test_a_small_space_ends(tmp_path):
         assert seen >= set(space.configs)
 
 
+def test_another_grid_is_another_study(monkeypatch):
+    # Optuna refuses a study whose parameters had other values.
+    arguments = ("a100", SPEC, BUCKET, "sm80", "t", "s", "measured")
+    before = study_name(*arguments)
+    monkeypatch.setattr("fa2gen.tuning.study.GRID", {**GRID, "num_warps": (4,)})
+    assert study_name(*arguments) != before
+
+
 @pytest.mark.parametrize("change", ["gpu", "spec", "bucket", "family", "template", "space", "objective"])
 def test_a_study_belongs_to_everything_that_makes_times_comparable(change):
     base = {"gpu": "a100", "spec": SPEC, "bucket": BUCKET, "family": "sm80", "template": "t", "space": "s"}
@@ -127,13 +159,11 @@ def test_a_study_belongs_to_everything_that_makes_times_comparable(change):
     assert study_name(*base.values()) != study_name(*other.values())
 
 
-def _add(folder, count, seed, ready=None):
+def _add(folder, count, seed):
     with open_study(folder, seed=seed) as study:
         for _ in range(count):
             asked = study.ask()
             study.complete(asked, fake_ms(asked.config), n=seed)
-            if ready is not None:
-                ready.set()
 
 
 def test_processes_create_and_share_a_study(tmp_path):
@@ -148,24 +178,6 @@ def test_processes_create_and_share_a_study(tmp_path):
         assert 8 <= len(study.times()) <= 12
 
 
-def test_a_kill_loses_at_most_the_running_trial(tmp_path):
-    known = 0
-    for attempt in range(8):
-        ready = FORK.Event()
-        process = FORK.Process(target=_add, args=(tmp_path, 1000, attempt, ready))
-        process.start()
-        assert ready.wait(60)
-        time.sleep(0.02 * attempt)
-        process.kill()
-        process.join()
-        assert process.exitcode == -signal.SIGKILL
-        with open_study(tmp_path) as study:
-            assert len(study.times()) > known
-            known = len(study.times()) + 1
-            asked = study.ask()
-            study.complete(asked, fake_ms(asked.config))
-
-
 def test_a_torn_last_line_is_cut_off(tmp_path):
     with open_study(tmp_path) as study:
         run(study, 3)
@@ -177,6 +189,148 @@ def test_a_torn_last_line_is_cut_off(tmp_path):
         run(study, 1)
     with open_study(tmp_path) as study:
         assert len(study.times()) == 4
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda text: text[: len(text) // 2] + b"garbage\n" + text[len(text) // 2 :],
+        lambda text: text + b"garbage",
+        lambda text: b"\xff\x00\x9f" * 500,
+        lambda text: b"\n" + text,
+        lambda text: text + b"[]\n",
+        lambda text: text + b'{"op_code": 77}\n',
+        lambda text: text + b'{"op_code": 4}\n',
+        lambda text: text.replace(b'"op_code":0', b'"op_code":"0"', 1),
+    ],
+    ids=["line in the middle", "end", "binary", "empty line", "list", "unknown operation", "no fields", "type"],
+)
+def test_a_damaged_journal_costs_that_study_only(tmp_path, damage):
+    with open_study(tmp_path) as study:
+        run(study, 3)
+        path = study.path
+    with open_study(tmp_path, template_hash="other") as study:
+        others = run(study, 2)
+    damaged = damage(path.read_bytes())
+    path.write_bytes(damaged)
+    with pytest.warns(RuntimeWarning, match="is damaged") as caught:
+        study = open_study(tmp_path)
+    with study:
+        assert len(caught) == 1
+        assert study.times() == {}
+        run(study, 1)
+    (aside,) = tmp_path.glob("*.damaged-*")
+    assert aside.read_bytes() == damaged
+    assert str(aside.name) in str(caught[0].message)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with open_study(tmp_path) as study:
+            assert len(study.times()) == 1
+        with open_study(tmp_path, template_hash="other") as study:
+            assert set(study.times()) == set(others)
+
+
+@pytest.mark.parametrize("rest", [b"", b'{"op_code":4,"wor', b"\0" * 4096])
+def test_a_kill_or_a_power_cut_in_a_line_costs_that_line(tmp_path, rest):
+    with open_study(tmp_path) as study:
+        configs = run(study, 3)
+        path = study.path
+    path.write_bytes(path.read_bytes() + rest)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with open_study(tmp_path) as study:
+            assert set(study.times()) == set(configs)
+            run(study, 1)
+    path.write_bytes(b"")
+    with open_study(tmp_path) as study:
+        assert study.times() == {}
+
+
+def test_a_study_leaves_its_journal_alone_behind(tmp_path):
+    (tmp_path / "dead.session").touch()
+    with open_study(tmp_path) as first, open_study(tmp_path) as second:
+        path = first.path
+        run(second, 1)
+        second.close()
+        assert path.with_suffix(".session").exists()
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_study_in_use_is_not_put_aside(tmp_path):
+    with open_study(tmp_path) as first:
+        configs = run(first, 2)
+        with pytest.warns(RuntimeWarning, match="another process works on it"):
+            second = open_study(tmp_path, resume=False)
+        with second:
+            assert set(second.times()) == set(configs)
+
+
+def test_a_folder_that_cannot_be_written_is_a_clear_error(tmp_path):
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(StudyError, match=r"the study .*file/a100.* cannot be opened"):
+        open_study(tmp_path / "file")
+
+
+def test_a_database_takes_the_journal_s_place(tmp_path):
+    place = home("sqlite", tmp_path)
+    with open_study(tmp_path, **place) as study:
+        assert study.path is None
+        configs = run(study, 3)
+        # Another process's trial is not asked for again while it runs.
+        with open_study(tmp_path, **place) as other:
+            running = study.ask()
+            assert other.ask().config != running.config
+            assert set(other.times()) == set(configs)
+    assert not list(tmp_path.glob("*.journal"))
+    with open_study(tmp_path, **place) as study:
+        assert set(study.times()) == set(configs)
+        with pytest.warns(RuntimeWarning, match="another process works on it"):
+            open_study(tmp_path, resume=False, **place).close()
+
+
+def test_a_database_s_old_study_is_put_aside(tmp_path):
+    place = home("sqlite", tmp_path)
+    with open_study(tmp_path, **place) as study:
+        run(study, 2)
+        name = study.name
+    with open_study(tmp_path, resume=False, **place) as study:
+        assert study.times() == {}
+    names = [summary.study_name for summary in optuna.get_all_study_summaries(place["storage"])]
+    assert sorted(names)[0] == name
+    assert sorted(names)[1].startswith(f"{name}.old-")
+
+
+def test_a_dead_host_s_trial_is_given_back(tmp_path, monkeypatch):
+    place = home("sqlite", tmp_path)
+    with open_study(tmp_path, **place) as study:
+        lost = study.ask().config
+    with open_study(tmp_path, **place) as study:
+        assert lost in study._running()
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + 4000)
+    with open_study(tmp_path, **place) as study:
+        assert study._running() == set()
+        assert study.enqueue(lost)
+        assert study.ask().config == lost
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("studies.db", "is no URL"),
+        ("", "is no URL"),
+        ("nosuch://host/db", "is no URL that Optuna takes"),
+        ("sqlite:////nowhere/at/all.db", "cannot be opened.*unable to open database file"),
+        ("postgresql://user:secret@127.0.0.1:1/db", "postgresql://user@127.0.0.1:1/db needs the package psycopg"),
+    ],
+)
+def test_a_storage_that_leads_nowhere_is_a_clear_error(tmp_path, monkeypatch, url, message):
+    monkeypatch.setattr("fa2gen.tuning.storage.time.sleep", lambda seconds: None)
+    if url.startswith("postgresql") and importlib.util.find_spec("psycopg"):
+        pytest.skip("psycopg is installed")
+    with pytest.raises(StudyError, match=message) as caught:
+        open_study(tmp_path, storage=url)
+    assert "secret" not in str(caught.value)
 
 
 def test_a_dead_process_leaves_no_running_trial(tmp_path):
