@@ -13,16 +13,13 @@ from dataclasses import dataclass
 from .codegen import FWD_PARAMS
 from .constraints import rows_per_pass, smem_plan
 from .errors import ArgumentError, UnsupportedError
-from .problem import Problem
+from .problem import MAX_SEQLEN, Problem
 from .spec import FwdConfig, KernelSpec
 
 POINTERS = FWD_PARAMS.pointers
 """Pointer fields that lead the parameter struct: pointer i is the 8 bytes at 8 * i. Null in a fresh plan."""
 
 _MAX_GRID_X = 2**31 - 1
-# Key and query indices are 32-bit in the kernel. A query tile of up to 1024 rows and a key tile of up to 256 may reach
-# beyond the end together (the last key that a query tile sees, rounded up to whole key tiles).
-MAX_SEQLEN = 2**31 - 2048
 # The kernel multiplies scores by scale_log2 even where softmax_scale is 0. A positive value this small makes every
 # exponent 0 for any finite score (2^128 * 2^-149 = 2^-21), while -inf, a masked score, stays -inf (0 * -inf would be
 # NaN). It is float32's smallest number; neither the GPU's fma and mul nor the emulator's flush it.

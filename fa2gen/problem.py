@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from .errors import ArgumentError
 from .spec import KernelSpec
 
+# Key and query indices are 32-bit in the kernel. A query tile of up to 1024 rows and a key tile of up to 256 may reach
+# beyond the end together (the last key that a query tile sees, rounded up to whole key tiles).
+MAX_SEQLEN = 2**31 - 2048
 
 @dataclass(frozen=True)
 class Bucket:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from ..hardware import Gpu, get_gpu, list_gpus, match_device
-from ..launch import MAX_SEQLEN
+from ..problem import MAX_SEQLEN
 from ..spec import DTYPES, KernelSpec
+
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
@@ -48,9 +51,36 @@ def spec_options(*, gqa: Sequence[int]) -> Callable[[_Command], _Command]:
     return decorate
 
 
+def one_spec_options(command: _Command) -> _Command:
+    """The same options for one kernel: none may be repeated, and each has a default but ``--headdim``."""
+    options = (
+        click.option("--headdim", "head_dim", type=int, required=True, metavar="D", help="Head dimension."),
+        click.option("--dtype", type=click.Choice(DTYPES), default="bf16", show_default=True, help="Element type."),
+        click.option("--causal/--no-causal", default=False, show_default=True, help="With or without the causal mask."),
+        click.option(
+            "--gqa",
+            "gqa_ratio",
+            type=int,
+            default=1,
+            show_default=True,
+            metavar="R",
+            help="Query heads per key/value head.",
+        ),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
 def gpu_option(help_text: str) -> Callable[[_Command], _Command]:
-    """``--gpu``, a name of the GPU database."""
-    return click.option("--gpu", "gpu_name", metavar="NAME", help=help_text)
+    """``--gpu``, a name of the GPU database, which shells complete."""
+    return click.option("--gpu", "gpu_name", metavar="NAME", help=help_text, shell_complete=_complete_gpu)
+
+
+def _complete_gpu(_ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    from click.shell_completion import CompletionItem
+
+    return [CompletionItem(gpu.name, help=gpu.title) for gpu in list_gpus() if gpu.name.startswith(incomplete.lower())]
 
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of text.")

@@ -66,11 +66,6 @@ class Gpu:
         """Peak of ``mma.sync`` with 16-bit inputs and float32 accumulation at the boost clock, TFLOP/s."""
         return 2e-3 * self.arch.tensor_fma_per_clk * self.tensor_rate * self.num_sms * self.boost_ghz
 
-    @property
-    def ridge_point(self) -> float:
-        """FLOPs per byte of HBM traffic above which ``mma_tflops``, not memory, is the roof."""
-        return 1e3 * self.mma_tflops / self.hbm_gbs
-
 
 @functools.lru_cache(maxsize=1)
 def _rows() -> dict[str, Gpu]:

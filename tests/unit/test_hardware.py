@@ -109,11 +109,6 @@ def test_every_product_of_the_list_is_there():
             assert gpu.title.endswith(f" {gpu.memory_gb}GB")
 
 
-def test_ridge_point():
-    # 311.9 TFLOP/s over 2,039 GB/s; the notes' 156 rounds both.
-    assert get_gpu("a100").ridge_point == pytest.approx(153.0, abs=0.1)
-
-
 def test_gpu_names():
     assert get_gpu("A100").title == "A100 SXM4 80GB"
     assert get_gpu("rtx_4090").name == "rtx-4090"

@@ -14,11 +14,11 @@ PACKAGE = Path(__file__).resolve().parents[2] / "fa2gen"
 # Lowest first. Within a layer the order is the order in which rooms may import each other, except where a layer's rooms
 # are given as a set: those never import each other.
 LAYERS: tuple[tuple[str, ...] | frozenset[str], ...] = (
-    ("errors", "data", "spec", "problem", "hardware"),
+    ("errors", "data", "spec", "problem", "hardware", "roofline"),
     ("constraints", "tables"),
     ("codegen", "launch", "compile", "emulator", "driver", "reference", "gate"),
     frozenset({"tuning", "runtime"}),
-    ("compat", "emit", "bench", "report"),
+    ("compat", "emit", "explain", "bench", "report"),
     ("commands", "cli"),
 )
 # Cheap modules that the package itself offers as attributes, on demand.

@@ -1,0 +1,100 @@
+"""``fa2gen explain``: what bounds a kernel on a GPU, and which configs are legal."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import click
+
+from ..errors import ArgumentError
+from ..problem import Problem
+from ..spec import KernelSpec
+from .options import gpu_option, json_option, one_spec_options, resolve_gpu, seqlen_options
+
+
+@click.command("explain")
+@one_spec_options
+@gpu_option("GPU to explain it for. [default: the one found, else a100]")
+@seqlen_options(2048, minimum=1)
+@click.option(
+    "--batch", type=click.IntRange(min=1), metavar="N", help="Sequences. [default: about 16384 tokens in all]"
+)
+@click.option(
+    "--heads", type=click.IntRange(min=1), metavar="N", help="Query heads. [default: about 2048 columns in all]"
+)
+@click.option(
+    "--config",
+    default="tuned",
+    show_default=True,
+    metavar="NAME",
+    help="tuned (what the tables choose), default, or a config's name: its numbers, or why it is excluded.",
+)
+@click.option(
+    "--compile/--no-compile",
+    "compiled",
+    default=True,
+    show_default=True,
+    help="Take registers and spills from ptxas where nvcc is found, or estimate them.",
+)
+@click.option("--all", "list_excluded", is_flag=True, help="List every excluded config with its reason.")
+@json_option
+def command(
+    head_dim: int,
+    dtype: str,
+    causal: bool,
+    gqa_ratio: int,
+    gpu_name: str | None,
+    seqlen_q: int,
+    seqlen_k: int | None,
+    batch: int | None,
+    heads: int | None,
+    config: str,
+    compiled: bool,
+    list_excluded: bool,
+    as_json: bool,
+) -> None:
+    """Show what bounds a kernel on a GPU, which config the tables choose, and why others are excluded.
+
+    FLOPs; HBM bytes of standard attention and of this kernel; the roofline; shared memory, registers, occupancy, waves;
+    the time the performance model predicts by resource, and the measured one where a table has it. No GPU is needed.
+
+    \b
+    Examples:
+      fa2gen explain --headdim 128 --causal --gpu a100 --seqlen-q 4096
+      fa2gen explain --headdim 64 --gpu rtx-4090 --config sm80_128x128s64_w4_st3_qs_online_mb1
+    """
+    from ..emit import typical_problem
+    from ..explain import explain
+
+    spec = KernelSpec(
+        head_dim=head_dim,
+        dtype=dtype,
+        causal=causal,
+        gqa_ratio=gqa_ratio,
+        alignment=2 if head_dim > 0 and head_dim % 8 else 16,
+    )
+    gpu = resolve_gpu(gpu_name, default="a100")
+    problem = _problem(spec, typical_problem(spec, seqlen_q, seqlen_q if seqlen_k is None else seqlen_k), batch, heads)
+    explanation = explain(spec, problem, gpu, config=config, compile=compiled)
+    if as_json:
+        from .explain_json import explanation_json
+
+        click.echo(json.dumps(explanation_json(explanation, list_excluded=list_excluded), indent=2))
+    else:
+        from .explain_text import explanation_text
+
+        click.echo(explanation_text(explanation, list_excluded=list_excluded))
+
+
+def _problem(spec: KernelSpec, typical: Problem, batch: int | None, heads: int | None) -> Problem:
+    if batch is not None:
+        typical = dataclasses.replace(typical, batch=batch)
+    if heads is not None:
+        if heads % spec.gqa_ratio:
+            raise ArgumentError(
+                f"--heads {heads} is not a multiple of --gqa {spec.gqa_ratio}: each key/value head has as many query "
+                "heads"
+            )
+        typical = dataclasses.replace(typical, num_heads_q=heads, num_heads_k=heads // spec.gqa_ratio)
+    return typical

@@ -1,0 +1,222 @@
+"""An explanation as text: sections of at most 100 columns, every number with its unit."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+
+from ..explain import Explanation, MeasuredTime
+from ..roofline import Traffic
+from ..tuning.model import MODEL_VERSION
+
+WIDTH = 100
+_LABEL = 22
+
+
+def explanation_text(e: Explanation, *, list_excluded: bool = False) -> str:
+    """The whole text.
+
+    Args:
+        e: The explanation.
+        list_excluded: Every excluded config with its reason, not only their counts.
+    """
+    sections = (_head(e), _work(e), _traffic(e), _roofline(e), _config(e), _smem(e), _registers(e), _occupancy(e))
+    lines = [line for section in (*sections, _grid(e), _time(e), _space(e, list_excluded)) for line in section]
+    return "\n".join(lines)
+
+
+def _row(label: str, *parts: str) -> Iterator[str]:
+    """A labelled line; what is too long goes on below its beginning."""
+    prefix = f"  {label:<{_LABEL}}"
+    yield from textwrap.wrap(
+        "".join(parts), WIDTH, initial_indent=prefix, subsequent_indent=" " * len(prefix), break_long_words=False
+    )
+
+
+def _head(e: Explanation) -> Iterator[str]:
+    gpu = e.gpu
+    yield f"{e.spec.slug()} on {gpu.title} ({gpu.name})"
+    yield from _row("problem", _sizes(e), f"; size class {e.problem.bucket(gpu.num_sms).label()}")
+    clock = f"{gpu.num_sms} SMs at up to {gpu.boost_ghz:.3g} GHz"
+    yield from _row("chip", f"{gpu.target}, {clock}, {gpu.hbm_gbs:,.0f} GB/s, {gpu.l2_bytes >> 20} MiB of L2")
+
+
+def _sizes(e: Explanation | MeasuredTime) -> str:
+    p = e.problem if isinstance(e, Explanation) else e.entry.measurement.problem
+    return f"batch {p.batch}, {p.num_heads_q} query heads over {p.num_heads_k}, seqlen {p.seqlen_q} x {p.seqlen_k}"
+
+
+def _work(e: Explanation) -> Iterator[str]:
+    yield "Work"
+    pairs = "visible query-key pairs, exactly" if e.spec.causal else "query-key pairs"
+    yield from _row("FLOPs", f"{_flops(e.flops)}: 4 x head dim x {pairs}")
+    share = e.flops / e.executed_flops if e.executed_flops else 0.0
+    tile = f"{e.selection.config.block_m} x {e.selection.config.block_n} tiles"
+    yield from _row("executed", f"{_flops(e.executed_flops)} in whole {tile}: {share:.1%} of them asked for")
+
+
+def _traffic(e: Explanation) -> Iterator[str]:
+    memory = e.memory
+    yield f"{'HBM traffic':<34}{'bytes':>10}{'FLOP/byte':>12}{'at least':>14}   bound by"
+    for name, traffic in (
+        ("standard attention", memory.standard),
+        ("this kernel, L2 serves re-reads", memory.tiled),
+        ("this kernel, L2 serves none", memory.uncached),
+    ):
+        yield (
+            f"  {name:<32}{_bytes(traffic.bytes):>10}{traffic.intensity:>12,.1f}"
+            f"{_ms(e.roofline.least_ms(traffic)):>14}   {e.roofline.bound(traffic.intensity)}"
+        )
+    masked = "; computes what the mask hides too" if e.spec.causal else ""
+    yield from _row("standard", _passes(memory.standard), masked)
+    yield from _row("this kernel", _passes(memory.tiled))
+    kv = f"K and V of a head are {_kib(memory.kv_bytes)}"
+    if memory.l2_serves:
+        at_a_time = f"blocks run {memory.heads_per_section} query heads at a time"
+        yield from _row("L2", f"{kv}; {at_a_time}, so that theirs stay in half of L2 and re-reads hit it")
+    else:
+        yield from _row("L2", f"{kv}, more than half of L2: re-reads miss it in part; between the last two rows")
+
+
+def _passes(traffic: Traffic) -> str:
+    return ", ".join(f"{what} {_bytes(size)}" for what, size in traffic.passes)
+
+
+def _roofline(e: Explanation) -> Iterator[str]:
+    roof, intensity = e.roofline, e.memory.tiled.intensity
+    yield "Roofline"
+    peak = f"{roof.peak_tflops:.1f} TFLOP/s of mma.sync with float32 sums"
+    yield from _row("ridge point", f"{roof.ridge_point:.1f} FLOP/byte: {peak} over {roof.hbm_gbs:,.0f} GB/s")
+    side = intensity / roof.ridge_point
+    where = f"{side:.1f} times the ridge point" if side >= 1 else f"{side:.2f} of the ridge point"
+    most = f"at most {roof.attainable_tflops(intensity):,.1f} TFLOP/s"
+    yield from _row("this kernel", f"{intensity:,.1f} FLOP/byte, {where}: {roof.bound(intensity)} bound, {most}")
+
+
+_ORIGINS = {"tuned": "by table lookup: ", "default": "the default config: ", "given": ""}
+
+
+def _config(e: Explanation) -> Iterator[str]:
+    selection = e.selection
+    yield f"Config {selection.config.slug()}"
+    yield from _row("chosen", _ORIGINS[selection.origin], selection.why)
+    if selection.origin != "tuned":
+        yield from _row("table lookup", selection.match.describe())
+    if selection.illegal:
+        yield from _row("excluded, illegal", str(selection.excluded))
+    elif selection.excluded is not None:
+        yield from _row("legal, but not tried", selection.excluded)
+
+
+def _smem(e: Explanation) -> Iterator[str]:
+    limit = e.gpu.arch.max_smem_per_block
+    yield f"Shared memory: {e.smem.total:,} bytes a block, {e.smem.total / limit:.0%} of the {limit:,} it may have"
+    for name, offset, size, shape in e.smem_areas():
+        yield f"  {name:<10}{offset:>8,} to {offset + size:>8,}  {_kib(size):>9}   {shape}"
+
+
+def _registers(e: Explanation) -> Iterator[str]:
+    registers, config = e.registers, e.selection.config
+    yield "Registers of a thread"
+    if registers.compiled is None:
+        facts = registers.facts
+        estimate = f"{facts.registers}, {facts.spill_bytes} bytes of spill stores and loads"
+        yield from _row("estimated", f"{estimate} ({registers.note})")
+    else:
+        r = registers.compiled.resources
+        spills = f"{r.spill_store_bytes} bytes of spill stores, {r.spill_load_bytes} of spill loads"
+        yield from _row("by ptxas", f"{r.registers}; {spills}, {r.stack_bytes} of stack")
+    bounds = f"launch bounds of {config.num_threads} threads x {config.min_blocks}"
+    least = f"at least {registers.least} for accumulators and fragments"
+    yield from _row("needed and granted", f"{least}; {bounds} leave {registers.cap}")
+
+
+def _occupancy(e: Explanation) -> Iterator[str]:
+    o, most = e.occupancy, e.gpu.arch.max_warps_per_sm
+    yield "Occupancy"
+    blocks = f"{o.blocks_per_sm} blocks of {e.selection.config.num_warps} warps an SM"
+    warps = f"{o.warps_per_sm} of {most} warps ({o.warps_per_sm / most:.0%})"
+    yield from _row("resident", f"{blocks}: {warps}, limited by {' and '.join(o.limiters)}")
+    yield from _row("blocks each allows", ", ".join(f"{name} {count}" for name, count in o.blocks_by_limit.items()))
+
+
+def _grid(e: Explanation) -> Iterator[str]:
+    grid, p, block_m = e.grid, e.problem, e.selection.config.block_m
+    yield "Grid"
+    tiles = f"{-(-p.seqlen_q // block_m)} query tiles of {block_m}"
+    yield from _row("blocks", f"{grid.blocks:,} = {p.batch} x {p.num_heads_q} heads x {tiles}")
+    if grid.wave == 0:
+        yield from _row("waves", "no block fits an SM")
+        return
+    tail = f", a tail of {grid.tail:,}; {grid.efficiency:.1%} of the slots filled" if grid.tail else ""
+    order = "; longest blocks first" if e.spec.causal else ""
+    yield from _row("waves", f"{grid.waves:.2f} of {grid.wave:,} blocks: {grid.full_waves} full{tail}{order}")
+
+
+def _time(e: Explanation) -> Iterator[str]:
+    prediction = e.prediction
+    yield "Time"
+    if prediction.blocks_per_sm == 0:
+        yield from _row("predicted", "none: no block fits an SM")
+    else:
+        peak = f"{e.tflops / e.roofline.peak_tflops:.0%} of the peak"
+        yield from _row("predicted", f"{_ms(prediction.ms)}, {e.tflops:.1f} TFLOP/s, {peak}; limit: {prediction.limit}")
+        for name, ms in sorted(prediction.shares.items(), key=lambda item: -item[1]):
+            share = ms / prediction.ms
+            yield f"  {'  ' + name + ' alone':<{_LABEL}}{_ms(ms):>10}{share:>6.0%}  {'#' * round(40 * share)}".rstrip()
+        fitted = "" if e.gpu.name == "h200" else f"; how well it carries over to {e.gpu.name} is not validated"
+        yield from _row("", f"by model {MODEL_VERSION}, fitted on an H200{fitted}")
+    for time in e.measured:
+        yield from _row("measured", _measured(e, time))
+    if not e.measured:
+        yield from _row("measured", f"nothing in this size class on {e.gpu.name}")
+
+
+def _measured(e: Explanation, time: MeasuredTime) -> str:
+    m, entry = time.entry.measurement, time.entry
+    rate = m.problem.flops(entry.spec) / m.ms / 1e9
+    parts = [f"{_ms(m.ms)}, {rate:.1f} TFLOP/s (p20 {_ms(m.p20)}, p80 {_ms(m.p80)}, n {m.n})"]
+    if entry.config != e.selection.config:
+        parts.append(f"config {entry.config.slug()}")
+    if m.problem != e.problem:
+        parts.append(_sizes(time))
+    parts.append(f"the model says {_ms(time.predicted_ms)} there ({time.predicted_ms / m.ms - 1:+.1%})")
+    if time.stale:
+        parts.append("made with older templates")
+    return "; ".join(parts)
+
+
+def _space(e: Explanation, list_excluded: bool) -> Iterator[str]:
+    excluded = sum(len(group.configs) for group in e.excluded)
+    yield f"Configs: {e.legal:,} to try, {excluded:,} excluded"
+    for group in e.excluded:
+        count = f"  {len(group.configs):>6,}  "
+        yield from textwrap.wrap(group.reason, WIDTH, initial_indent=count, subsequent_indent=" " * len(count))
+        if list_excluded:
+            for config, reason in group.configs:
+                yield f"{'':>10}{config.slug()}: {reason}"
+
+
+def _flops(count: int) -> str:
+    return _scaled(count, ("", "K", "M", "G", "T", "P", "E"), "FLOP")
+
+
+def _bytes(count: int) -> str:
+    return _scaled(count, ("", "k", "M", "G", "T", "P", "E"), "B")
+
+
+def _scaled(count: int, prefixes: tuple[str, ...], unit: str) -> str:
+    """Three digits and a decimal prefix."""
+    value, index = float(count), 0
+    while value >= 999.5 and index + 1 < len(prefixes):
+        value, index = value / 1000, index + 1
+    digits = f"{count}" if index == 0 else f"{value:.{max(0, 2 - len(str(int(value))) + 1)}f}"
+    return f"{digits} {prefixes[index]}{unit}"
+
+
+def _kib(count: int) -> str:
+    return f"{count / 2**20:.3g} MiB" if count >= 2**20 else f"{count / 1024:.4g} KiB"
+
+
+def _ms(ms: float) -> str:
+    return f"{ms:.3f} ms" if ms >= 0.1 else f"{1e3 * ms:.2f} us"

@@ -1,0 +1,179 @@
+"""``fa2gen list``: the GPUs that fa2gen knows, and the kernels it can make."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import click
+
+from ..hardware import Gpu, get_gpu, list_gpus
+from ..spec import ALIGNMENTS, DTYPES, KINDS, MAX_GQA_RATIO, NATIVE_HEAD_DIMS, SOFTMAXES, FwdConfig, KernelSpec
+from .options import gpu_option, json_option
+
+
+@click.group("list")
+def command() -> None:
+    """List the GPUs that fa2gen knows, or the kernels it can make.
+
+    \b
+    Examples:
+      fa2gen list gpus
+      fa2gen list kernels --gpu rtx-4090
+    """
+
+
+@command.command("gpus")
+@click.option("--verbose", "-v", is_flag=True, help="Also the source of each row, and the names the driver reports.")
+@json_option
+def gpus(verbose: bool, as_json: bool) -> None:
+    """List the GPUs that fa2gen knows, with their figures and what is tuned for them.
+
+    TFLOP/s is the peak of mma.sync with 16-bit inputs and float32 sums at the maximum clock: what the sm80 kernels can
+    use. Tuned tables are measured on the chip, or predicted by the performance model.
+
+    \b
+    Examples:
+      fa2gen list gpus
+      fa2gen list gpus --json
+    """
+    rows = [{**_gpu_row(gpu), "tables": _tables(gpu)} for gpu in list_gpus()]
+    if as_json:
+        click.echo(json.dumps(rows, indent=2))
+        return
+    columns = ("name", "GPU", "cc", "SMs", "GHz", "GB", "GB/s", "L2 MiB", "TFLOP/s", "tables")
+    cells = [
+        (
+            row["name"], row["title"], row["compute_capability"], str(row["num_sms"]), f"{row['boost_ghz']:.3f}",
+            str(row["memory_gb"]), f"{row['hbm_gbs']:,.0f}", str(row["l2_bytes"] >> 20), f"{row['mma_tflops']:.1f}",
+            _tables_text(row["tables"]),
+        )
+        for row in rows
+    ]  # fmt: skip
+    for row, line in zip([None, *rows], _aligned([columns, *cells], left=(0, 1, 9)), strict=True):
+        click.echo(line)
+        if verbose and row is not None:
+            click.echo(f"    {', '.join(row['device_names'])}\n    {row['source']}")
+
+
+def _gpu_row(gpu: Gpu) -> dict[str, Any]:
+    return {
+        "name": gpu.name,
+        "title": gpu.title,
+        "compute_capability": "{}.{}".format(*gpu.compute_capability),
+        "target": gpu.target,
+        "num_sms": gpu.num_sms,
+        "boost_ghz": gpu.boost_ghz,
+        "memory_gb": gpu.memory_gb,
+        "hbm_gbs": gpu.hbm_gbs,
+        "l2_bytes": gpu.l2_bytes,
+        "mma_tflops": gpu.mma_tflops,
+        "device_names": list(gpu.device_names),
+        "source": gpu.source,
+    }
+
+
+def _tables(gpu: Gpu) -> dict[str, int]:
+    """Tuned entries for a GPU, the user's and the package's: how many are measured and predicted."""
+    from ..tables.store import cached_table, search_dirs, table_path
+
+    kinds = {}
+    for root in reversed(search_dirs()):
+        for kind in KINDS:
+            table = cached_table(table_path(root, gpu.name, kind))
+            # The user's folder comes last here: of two entries with one key it is the one that is looked up.
+            kinds.update({entry.key: entry.measurement.kind for entry in (table.entries if table else ())})
+    counts = Counter(kinds.values())
+    return {"measured": counts["measured"], "predicted": counts["predicted"]}
+
+
+def _tables_text(counts: dict[str, int]) -> str:
+    return ", ".join(f"{count} {kind}" for kind, count in counts.items() if count) or "none"
+
+
+# Kind -> config classes, one a family.
+_CONFIGS = {"fwd": (FwdConfig,)}
+
+
+@command.command("kernels")
+@gpu_option("Also count the configs that are legal on this GPU.")
+@json_option
+def kernels(gpu_name: str | None, as_json: bool) -> None:
+    """List the kernels that fa2gen can make: what they support, and the templates that make them.
+
+    The hash is over those templates: a tuned entry with another one is stale.
+
+    \b
+    Examples:
+      fa2gen list kernels
+      fa2gen list kernels --gpu a100 --json
+    """
+    gpu = get_gpu(gpu_name) if gpu_name is not None else None
+    rows = [_kernel_row(kind, config.family, gpu) for kind, configs in _CONFIGS.items() for config in configs]
+    if as_json:
+        click.echo(json.dumps(rows, indent=2))
+        return
+    for row in rows:
+        click.echo(f"{row['kind']}, family {row['family']}")
+        low, high = row["head_dims"]
+        natives = " and ".join(map(str, row["native_head_dims"]))
+        lines = {
+            "head dims": f"{low} to {high}; tiles are {natives} columns wide",
+            "dtypes": f"{', '.join(row['dtypes'])}; sums, softmax and log-sum-exp in float32",
+            "masks": f"{', '.join(row['masks'])} (bottom-right)",
+            "heads": f"1 to {row['max_gqa_ratio']} query heads per key/value head",
+            "rows": f"{' or '.join(map(str, row['alignments']))}-byte aligned; head dim contiguous, other strides any",
+            "softmax": ", ".join(row["softmaxes"]),
+            "runs on": ", ".join(row["targets"]),
+            "templates": ", ".join(row["templates"]),
+            "template hash": row["template_hash"],
+        }
+        if gpu is not None:
+            counts = ", ".join(f"{count} for head dim {width}" for width, count in row["legal_configs"].items())
+            lines[f"legal on {gpu.name}"] = f"{counts}, of {row['configs']:,}"
+        for name, text in lines.items():
+            click.echo(textwrap.fill(text, 100, initial_indent=f"  {name:<16}  ", subsequent_indent=" " * 20))
+
+
+def _kernel_row(kind: str, family: str, gpu: Gpu | None) -> dict[str, Any]:
+    from ..codegen import manifest, template_hash
+    from ..hardware import arch_limits, supported_compute_capabilities
+
+    row = {
+        "kind": kind,
+        "family": family,
+        "head_dims": [1, NATIVE_HEAD_DIMS[-1]],
+        "native_head_dims": list(NATIVE_HEAD_DIMS),
+        "dtypes": list(DTYPES),
+        "masks": ["full", "causal"],
+        "max_gqa_ratio": MAX_GQA_RATIO,
+        "alignments": list(ALIGNMENTS),
+        "softmaxes": list(SOFTMAXES),
+        "targets": [arch_limits(capability).target for capability in supported_compute_capabilities()],
+        "templates": list(manifest(kind, family)),
+        "template_hash": template_hash(kind, family),
+    }
+    if gpu is not None:
+        from ..tuning.space import grid, legal_space
+
+        row["gpu"] = gpu.name
+        row["configs"] = sum(1 for _ in grid())
+        row["legal_configs"] = {
+            str(width): len(legal_space(KernelSpec(kind, width), gpu).configs) for width in NATIVE_HEAD_DIMS
+        }
+    return row
+
+
+def _aligned(rows: Sequence[Sequence[str]], *, left: Sequence[int]) -> list[str]:
+    """Columns padded to their widest cell: the numbered ones to the left, the rest to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if number in left else cell.rjust(width)
+            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]

@@ -1,0 +1,162 @@
+"""What attention must compute and move: FLOPs, HBM bytes, and where that lies under a chip's roofline.
+
+The IO analysis of the FlashAttention papers, counted exactly for one forward call. Per head, with 2-byte elements, N
+queries and keys and head dim d:
+
+- Standard attention writes S and P to memory: read Q and K, write S (4Nd + 2N²); read S, write P (4N²); read P and V,
+  write O (2N² + 4Nd). Together 8N² + 8Nd bytes for 4N²d FLOPs, about d/2 FLOPs a byte.
+- The tiled kernel keeps S and P on the chip. Q, K, V, O and the float32 log-sum-exp must cross once: 8Nd + 4N bytes,
+  about N/2 FLOPs a byte. Each of the N/B_r query tiles asks for all of K and V, 4Nd bytes: what of that L2 does not
+  serve comes from memory again, up to 4N²d/B_r bytes. So it is the rows of a query tile, B_r, that bound the traffic
+  without a cache, not the columns of a key tile.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from .hardware import Gpu
+from .problem import Problem
+from .spec import FwdConfig, KernelSpec
+
+BYTES_PER_ELEMENT = 2
+_BYTES_PER_LSE = 4
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """One way to do the work: what it computes and what it moves between HBM and the chip.
+
+    Attributes:
+        flops: Floating-point operations, a multiply-add counted as two.
+        passes: (What moves, bytes), in the order of the algorithm.
+    """
+
+    flops: int
+    passes: tuple[tuple[str, int], ...]
+
+    @property
+    def bytes(self) -> int:
+        """All bytes."""
+        return sum(size for _, size in self.passes)
+
+    @property
+    def intensity(self) -> float:
+        """FLOPs per byte; 0 where nothing moves."""
+        return self.flops / self.bytes if self.bytes else 0.0
+
+
+def standard_traffic(spec: KernelSpec, problem: Problem) -> Traffic:
+    """Attention as three operations over matrices in memory; S and P are 16-bit.
+
+    It computes and stores all of S, also what a causal mask hides.
+    """
+    q, kv = _operand_bytes(spec, problem)
+    scores = problem.batch * problem.num_heads_q * problem.seqlen_q * problem.seqlen_k
+    s = scores * BYTES_PER_ELEMENT
+    return Traffic(
+        4 * spec.head_dim * scores,
+        (("read Q, K; write S", q + kv + s), ("read S; write P", 2 * s), ("read P, V; write O", s + kv + q)),
+    )
+
+
+def compulsory_traffic(spec: KernelSpec, problem: Problem) -> Traffic:
+    """The tiled kernel where L2 serves every re-read: each byte of its tensors crosses once."""
+    q, kv = _operand_bytes(spec, problem)
+    return Traffic(
+        problem.flops(spec),
+        (("read Q", q), ("read K, V once", 2 * kv), ("write O", q), ("write LSE", _lse_bytes(problem))),
+    )
+
+
+def uncached_traffic(spec: KernelSpec, config: FwdConfig, problem: Problem) -> Traffic:
+    """The tiled kernel where L2 serves no re-read: each query tile reads its K and V from memory."""
+    q, _ = _operand_bytes(spec, problem)
+    heads = problem.batch * problem.num_heads_q
+    kv = 2 * BYTES_PER_ELEMENT * spec.head_dim * heads * tile_work(spec, config, problem).keys
+    return Traffic(
+        problem.flops(spec),
+        (("read Q", q), ("read K, V per query tile", kv), ("write O", q), ("write LSE", _lse_bytes(problem))),
+    )
+
+
+def _operand_bytes(spec: KernelSpec, problem: Problem) -> tuple[int, int]:
+    """Bytes of Q (and of O), and of K (and of V)."""
+    row = spec.head_dim * BYTES_PER_ELEMENT * problem.batch
+    return row * problem.num_heads_q * problem.seqlen_q, row * problem.num_heads_k * problem.seqlen_k
+
+
+def _lse_bytes(problem: Problem) -> int:
+    return _BYTES_PER_LSE * problem.batch * problem.num_heads_q * problem.seqlen_q
+
+
+@dataclass(frozen=True)
+class TileWork:
+    """Tiles that the kernel visits for one query head.
+
+    Attributes:
+        blocks: Query tiles, one a thread block.
+        tiles: Key tiles visited by all of them; key tiles wholly above the diagonal are not.
+        keys: Keys loaded by all of them; the last tile may reach beyond the end of the sequence, what it loads may not.
+    """
+
+    blocks: int
+    tiles: int
+    keys: int
+
+
+def tile_work(spec: KernelSpec, config: FwdConfig, problem: Problem) -> TileWork:
+    """What the query tiles of one head visit."""
+    blocks = math.ceil(problem.seqlen_q / config.block_m)
+    tiles = keys = 0
+    for block in range(blocks):
+        visible = problem.seqlen_k
+        if spec.causal:
+            last_row = min(problem.seqlen_q, (block + 1) * config.block_m) - 1
+            visible = max(0, min(visible, last_row + 1 + problem.seqlen_k - problem.seqlen_q))
+        visited = math.ceil(visible / config.block_n)
+        tiles += visited
+        keys += min(problem.seqlen_k, visited * config.block_n)
+    return TileWork(blocks, tiles, keys)
+
+
+def executed_flops(spec: KernelSpec, config: FwdConfig, problem: Problem) -> int:
+    """FLOPs of the tensor cores: whole tiles at the native head dim, masked and padded parts included."""
+    heads, tiles = problem.batch * problem.num_heads_q, tile_work(spec, config, problem).tiles
+    return 4 * spec.native_head_dim * heads * tiles * config.block_m * config.block_n
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """The two roofs of a chip for the sm80 kernel family.
+
+    Attributes:
+        peak_tflops: ``mma.sync`` with 16-bit inputs and float32 accumulation at the maximum clock, TFLOP/s.
+        hbm_gbs: Memory bandwidth, GB/s.
+    """
+
+    peak_tflops: float
+    hbm_gbs: float
+
+    @classmethod
+    def of(cls, gpu: Gpu) -> Roofline:
+        """The roofline of a GPU."""
+        return cls(gpu.mma_tflops, gpu.hbm_gbs)
+
+    @property
+    def ridge_point(self) -> float:
+        """FLOPs per byte where the roofs meet."""
+        return 1e3 * self.peak_tflops / self.hbm_gbs
+
+    def bound(self, intensity: float) -> str:
+        """``"memory"`` left of the ridge point, else ``"compute"``."""
+        return "memory" if intensity < self.ridge_point else "compute"
+
+    def attainable_tflops(self, intensity: float) -> float:
+        """min(peak, bandwidth x intensity), TFLOP/s."""
+        return min(self.peak_tflops, 1e-3 * self.hbm_gbs * intensity)
+
+    def least_ms(self, traffic: Traffic) -> float:
+        """Time that neither roof lets it go below, ms."""
+        return max(traffic.flops / (1e9 * self.peak_tflops), traffic.bytes / (1e6 * self.hbm_gbs))

@@ -1,0 +1,122 @@
+"""FLOPs, bytes and the roofline, against numbers worked by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from fa2gen.hardware import get_gpu
+from fa2gen.problem import Problem
+from fa2gen.roofline import (
+    Roofline,
+    compulsory_traffic,
+    executed_flops,
+    standard_traffic,
+    tile_work,
+    uncached_traffic,
+)
+from fa2gen.spec import FwdConfig, KernelSpec
+from fa2gen.tuning.model import _tile_counts
+
+FULL, CAUSAL = KernelSpec(), KernelSpec(causal=True)
+# One sequence, 16 heads of 4,096 queries and keys, head dim 128.
+MODEL = Problem(1, 4096, 4096, 16, 16)
+CONFIG = FwdConfig(block_m=128, block_n=64)
+
+
+def test_sixteen_heads_of_4096_by_128() -> None:
+    # 4 * 4096^2 * 128 * 16 = 137,438,953,472 FLOPs.
+    # One of Q, K, V, O: 16 * 4096 * 128 * 2 = 16,777,216 bytes; S: 16 * 4096^2 * 2 = 536,870,912 bytes.
+    standard = standard_traffic(FULL, MODEL)
+    assert standard.flops == 137_438_953_472
+    assert standard.passes == (
+        ("read Q, K; write S", 570_425_344),
+        ("read S; write P", 1_073_741_824),
+        ("read P, V; write O", 570_425_344),
+    )
+    # 8 N^2 + 8 N d for each of 16 heads.
+    assert standard.bytes == 16 * (8 * 4096**2 + 8 * 4096 * 128) == 2_214_592_512
+    # d / 2 = 64 but for Q, K, V and O.
+    assert standard.intensity == pytest.approx(62.06, abs=0.01)
+
+    # LSE: 16 * 4096 * 4 = 262,144 bytes.
+    once = compulsory_traffic(FULL, MODEL)
+    assert once.bytes == 4 * 16_777_216 + 262_144 == 67_371_008
+    assert once.bytes == MODEL.min_bytes(FULL)
+    assert once.flops == standard.flops
+    # N / 2 = 2048 but for the LSE.
+    assert once.intensity == pytest.approx(2040.03, abs=0.01)
+
+    # 32 query tiles of 128 rows each read K and V of their head: 32 * 2 * 16,777,216.
+    never = uncached_traffic(FULL, CONFIG, MODEL)
+    assert dict(never.passes)["read K, V per query tile"] == 1_073_741_824
+    assert never.bytes == 1_073_741_824 + 2 * 16_777_216 + 262_144
+    # Twice the rows, half the reads; wider key tiles change nothing.
+    taller = uncached_traffic(FULL, FwdConfig(block_m=256, block_n=64, num_warps=8), MODEL)
+    assert dict(taller.passes)["read K, V per query tile"] == 536_870_912
+    assert uncached_traffic(FULL, FwdConfig(block_m=128, block_n=128), MODEL) == never
+
+
+def test_causal_counts_what_is_visible() -> None:
+    # Row i sees i + 1 keys: 4096 * 4097 / 2 = 8,390,656 pairs a head.
+    assert compulsory_traffic(CAUSAL, MODEL).flops == 4 * 128 * 16 * 8_390_656 == 68_736_253_952
+    # Standard attention computes and stores the hidden half too.
+    assert standard_traffic(CAUSAL, MODEL) == standard_traffic(FULL, MODEL)
+    # Query tile t of 32 ends at row 128 (t + 1): 2 (t + 1) key tiles of 64; their sum is 2 * 32 * 33 / 2 = 1,056.
+    work = tile_work(CAUSAL, CONFIG, MODEL)
+    assert (work.blocks, work.tiles, work.keys) == (32, 1_056, 67_584)
+    assert executed_flops(CAUSAL, CONFIG, MODEL) == 4 * 128 * 16 * 1_056 * 128 * 64
+    # K and V: 16 heads * 67,584 keys * 128 * 2 bytes * 2.
+    assert dict(uncached_traffic(CAUSAL, CONFIG, MODEL).passes)["read K, V per query tile"] == 553_648_128
+
+
+def test_grouped_query_heads_share_keys() -> None:
+    # 32 query heads over 4: Q and O 2 * 32 * 1024 * 64 * 2 = 8,388,608 each, K and V 1,048,576 each.
+    spec, problem = KernelSpec(head_dim=64, gqa_ratio=8), Problem(2, 1024, 1024, 32, 4)
+    once = dict(compulsory_traffic(spec, problem).passes)
+    assert once == {"read Q": 8_388_608, "read K, V once": 2_097_152, "write O": 8_388_608, "write LSE": 262_144}
+    # Each query head's 8 tiles read K and V for themselves: 64 heads * 8 * 1024 * 64 * 2 * 2.
+    never = dict(uncached_traffic(spec, CONFIG, problem).passes)
+    assert never["read K, V per query tile"] == 134_217_728
+
+
+def test_odd_sizes() -> None:
+    # 113 queries, 203 keys, head dim 59, causal. Tiles of 64 x 32; the last row of query tile 0 sees
+    # 64 + 203 - 113 = 154 keys: 5 tiles (160 keys); tile 1 sees 203: 7 tiles, of which 203 keys exist.
+    spec, problem = KernelSpec(head_dim=59, causal=True, alignment=2), Problem(1, 113, 203, 1, 1)
+    config = FwdConfig(block_m=64, block_n=32, step_n=32)
+    work = tile_work(spec, config, problem)
+    assert (work.blocks, work.tiles, work.keys) == (2, 12, 363)
+    assert uncached_traffic(spec, config, problem).bytes == 2 * 59 * (2 * 113 + 2 * 363) + 4 * 113
+    assert executed_flops(spec, config, problem) == 4 * 64 * 12 * 64 * 32
+    # More queries than keys: rows 0 to 89 see nothing.
+    short = Problem(1, 113, 23, 1, 1)
+    assert tile_work(spec, config, short).tiles == 1
+    assert tile_work(spec, config, Problem(1, 113, 0, 1, 1)).tiles == 0
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("sizes", [(1, 1), (113, 203), (203, 113), (4096, 4096), (1, 8192), (1025, 31)])
+def test_tiles_are_those_of_the_performance_model(causal: bool, sizes: tuple[int, int]) -> None:
+    spec, problem = KernelSpec(causal=causal), Problem(1, *sizes, 1, 1)
+    for config in (CONFIG, FwdConfig(block_m=64, block_n=32, step_n=32), FwdConfig(block_m=192, block_n=96, step_n=48)):
+        assert tile_work(spec, config, problem).tiles == _tile_counts(spec, config, problem)[0]
+
+
+def test_roofline() -> None:
+    # A100: 108 SMs * 1,024 multiply-adds * 2 * 1.41 GHz = 311.9 TFLOP/s over 2,039 GB/s.
+    roof = Roofline.of(get_gpu("a100"))
+    assert roof.peak_tflops == pytest.approx(311.87, abs=0.01)
+    assert roof.ridge_point == pytest.approx(152.95, abs=0.01)
+    standard, once = standard_traffic(FULL, MODEL), compulsory_traffic(FULL, MODEL)
+    assert roof.bound(standard.intensity) == "memory"
+    assert roof.attainable_tflops(standard.intensity) == pytest.approx(2.039 * 62.06, rel=1e-3)
+    # 2.2146 GB over 2,039 GB/s.
+    assert roof.least_ms(standard) == pytest.approx(1.0861, abs=1e-4)
+    assert roof.bound(once.intensity) == "compute"
+    assert roof.attainable_tflops(once.intensity) == roof.peak_tflops
+    # 137.4 GFLOP over 311.9 TFLOP/s.
+    assert roof.least_ms(once) == pytest.approx(0.4407, abs=1e-4)
+
+
+def test_nothing_to_do_has_no_intensity() -> None:
+    assert standard_traffic(FULL, Problem(0, 0, 0, 0, 0)).intensity == 0.0
