@@ -3,27 +3,54 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..hardware import Gpu
+from ..launch import MAX_SEQLEN
 from .options import gpu_option, json_option, make_specs, resolve_gpu, seqlen_options, spec_options
 from .progress import StageProgress
 
 if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
+    from ..tuning.session import TuneRequest
 
-    from ..tuning.session import TuneReport, TuneRequest
+_Lengths = tuple[tuple[int, int], ...]
+_ALL = (512, 1024, 2048, 4096, 8192, 16384)
+_DEFAULT = "512,2048,8192"
+
+
+def _parse_sizes(text: str) -> _Lengths:
+    """``"512,1x8192"`` to ((512, 512), (1, 8192)); repeats count once."""
+    sizes: list[tuple[int, int]] = []
+    for word in text.split(","):
+        name = word.strip().lower()
+        if name == "all":
+            sizes += [(length, length) for length in _ALL]
+            continue
+        numbers = name.split("x")
+        if len(numbers) > 2 or not all(number.isascii() and number.isdigit() for number in numbers):
+            raise click.BadParameter(
+                f"{word.strip()!r} is no size: give a length (512), queries x keys (1x8192), or all"
+            )
+        lengths = [int(number) for number in numbers]
+        if not all(1 <= length <= MAX_SEQLEN for length in lengths):
+            raise click.BadParameter(f"{word.strip()!r}: lengths must be 1 to {MAX_SEQLEN}")
+        sizes.append((lengths[0], lengths[-1]))
+    return tuple(dict.fromkeys(sizes))
 
 
 @click.command("tune")
 @spec_options(gqa=(1, 8))
 @gpu_option("GPU to tune for. [default: the one found]")
+@click.option(
+    "--buckets",
+    callback=lambda context, option, text: None if text is None else _parse_sizes(text),
+    metavar="SIZES",
+    help=f"Size classes, separated by commas: 512 (queries and keys), 1x8192 (queries x keys), or all: "
+    f"{', '.join(map(str, _ALL))}. [default: {_DEFAULT}]",
+)
 @seqlen_options(None, minimum=1)
 @click.option(
     "-o",
@@ -37,7 +64,7 @@ if TYPE_CHECKING:
     type=click.IntRange(min=0),
     metavar="N",
     help="Configs to try: measured, for each kernel and size [default: 40]; predicted, to compile for each kernel"
-    " [default: 24].",
+    " [default: 24]. The default config and the one in the tables are tried besides; 0: those alone.",
 )
 @click.option(
     "--timeout", type=click.FloatRange(min=0, min_open=True), metavar="SECONDS", help="Stop after; save what is found."
@@ -48,7 +75,17 @@ if TYPE_CHECKING:
     show_default=True,
     help="Go on with the studies of an earlier run, or put them aside.",
 )
-@click.option("--dry-run", is_flag=True, help="Only list the kernels, sizes and numbers of legal configs.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the samplers.")
+@click.option(
+    "--device",
+    "devices",
+    type=click.IntRange(min=0),
+    multiple=True,
+    metavar="I",
+    help="Device to measure on; may be repeated. [default: all that are the GPU]",
+)
+@click.option("--storage", metavar="URL", help="Optuna database of the studies. [default: a journal file each]")
+@click.option("--dry-run", is_flag=True, help="Only tell what would be tried first, and how much of it.")
 @json_option
 def command(
     headdims: tuple[int, ...],
@@ -56,44 +93,73 @@ def command(
     causal: bool | None,
     gqa_ratios: tuple[int, ...],
     gpu_name: str | None,
+    buckets: _Lengths | None,
     seqlen_q: int | None,
     seqlen_k: int | None,
     out: Path | None,
     trials: int | None,
     timeout: float | None,
     resume: bool,
+    seed: int,
+    devices: tuple[int, ...],
+    storage: str | None,
     dry_run: bool,
     as_json: bool,
 ) -> int:
     """Find the fastest config of each kernel and size class, and save it to a table.
 
-    If the GPU named is the one at hand, configs are measured on it. Otherwise they are compiled for it and ranked by a
-    performance model, and the table says that they are predicted. Either way a config is saved only after its results
-    met the tolerance rule. Without --seqlen-q, three lengths are tuned: 512, 2048 and 8192.
+    If the GPU named is at hand, configs are measured on it, or on several of it side by side. Otherwise they are
+    compiled for it and ranked by a performance model, and the table says that they are predicted. Either way a config
+    is saved only after its results met the tolerance rule, and one that the tables hold already stays unless another
+    is clearly faster.
 
     \b
     Examples:
       fa2gen tune --headdim 128 --gpu a100
       fa2gen tune --headdim 64 --headdim 128 --dtype bf16 --causal --seqlen-q 4096
+      fa2gen tune --headdim 128 --buckets 2048,1x8192 --gpu a100 --dry-run
     """
+    context = click.get_current_context()
     specs = make_specs(headdims, dtypes, causal, gqa_ratios)
     if seqlen_k is not None and seqlen_q is None:
-        raise click.UsageError("--seqlen-k needs --seqlen-q", click.get_current_context())
+        raise click.UsageError("--seqlen-k needs --seqlen-q", context)
+    if buckets is not None and seqlen_q is not None:
+        raise click.UsageError("--buckets and --seqlen-q exclude each other", context)
     gpu = resolve_gpu(gpu_name)
-    requests = _requests(specs, seqlen_q, seqlen_k)
+    if seqlen_q is not None:
+        buckets = ((seqlen_q, seqlen_q if seqlen_k is None else seqlen_k),)
+    requests = _requests(specs, _parse_sizes(_DEFAULT) if buckets is None else buckets)
+    from . import tune_output as output
+
+    chosen = devices or None
     if dry_run:
-        _show_plan(requests, gpu, as_json)
+        from ..tuning.plan import make_plan
+
+        plan = make_plan(requests, gpu, out=out, trials=trials, devices=chosen)
+        if as_json:
+            click.echo(json.dumps(output.plan_as_json(plan), indent=2))
+        else:
+            output.show_plan(plan)
         return 0
     from ..tuning.session import tune as run_tuning
 
     with StageProgress() as progress:
         report = run_tuning(
-            requests, gpu, out=out, trials=trials, timeout=timeout, resume=resume, progress=progress.on_event
+            requests,
+            gpu,
+            out=out,
+            trials=trials,
+            timeout=timeout,
+            resume=resume,
+            progress=progress.on_event,
+            devices=chosen,
+            seed=seed,
+            storage=storage,
         )
     if as_json:
-        click.echo(json.dumps(_as_json(report), indent=2))
+        click.echo(json.dumps(output.report_as_json(report), indent=2))
     else:
-        _show(report)
+        output.show_report(report)
     timed_out = timeout is not None and report.seconds >= timeout
     if report.interrupted and not timed_out:
         return 130
@@ -104,142 +170,7 @@ def command(
     return 0
 
 
-def _requests(specs: Sequence[Any], seqlen_q: int | None, seqlen_k: int | None) -> list[TuneRequest]:
-    from ..tuning.session import TuneRequest, default_requests
+def _requests(specs: Sequence[Any], lengths: _Lengths) -> list[TuneRequest]:
+    from ..tuning.report import TuneRequest, usual_problem
 
-    if seqlen_q is not None:
-        from ..emit import typical_problem
-
-        lengths = seqlen_q, seqlen_q if seqlen_k is None else seqlen_k
-        return [TuneRequest(spec, typical_problem(spec, *lengths)) for spec in specs]
-    wanted = set(specs)
-    requests: list[TuneRequest] = []
-    for head_dim in dict.fromkeys(spec.head_dim for spec in specs):
-        mine = [spec for spec in specs if spec.head_dim == head_dim]
-        requests += default_requests(
-            head_dim,
-            dtypes=tuple(dict.fromkeys(spec.dtype for spec in mine)),
-            causal=tuple(dict.fromkeys(spec.causal for spec in mine)),
-            gqa_ratios=tuple(dict.fromkeys(spec.gqa_ratio for spec in mine)),
-        )
-    return [request for request in requests if request.spec in wanted]
-
-
-# Columns that the table of results takes.
-_WIDE = 135
-
-
-def _console() -> Console:
-    from rich.console import Console
-
-    if sys.stdout.isatty():
-        return Console(highlight=False)
-    # A pipe or a log has no width.
-    return Console(width=150, highlight=False)
-
-
-def _show_plan(requests: Sequence[TuneRequest], gpu: Gpu, as_json: bool) -> None:
-    from ..tuning.space import legal_space
-
-    rows = []
-    for request in requests:
-        space = legal_space(request.spec, gpu)
-        rows.append(
-            {
-                "kernel": request.spec.slug(),
-                "bucket": request.problem.bucket(gpu.num_sms).label(),
-                "batch": request.problem.batch,
-                "seqlen_q": request.problem.seqlen_q,
-                "seqlen_k": request.problem.seqlen_k,
-                "num_heads_q": request.problem.num_heads_q,
-                "num_heads_k": request.problem.num_heads_k,
-                "legal_configs": len(space.configs),
-                "excluded_configs": len(space.excluded),
-            }
-        )
-    if as_json:
-        click.echo(json.dumps({"gpu": gpu.name, "requests": rows}, indent=2))
-        return
-    from rich.table import Table
-
-    table = Table(title=f"{gpu.title}: {len(rows)} kernels and sizes to tune", title_justify="left")
-    for name in rows[0]:
-        table.add_column(name.replace("_", " "), justify="left" if name in ("kernel", "bucket") else "right")
-    for row in rows:
-        table.add_row(*map(str, row.values()))
-    _console().print(table)
-
-
-def _tflops(entry: Any) -> float:
-    return float(entry.measurement.problem.flops(entry.spec) / entry.measurement.ms / 1e9)
-
-
-def _results(report: TuneReport, *, wide: bool) -> Table:
-    """The entries, fastest first; a narrow table has the kernel, its sizes and its config in one column."""
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.HEAVY_HEAD if wide else box.SIMPLE_HEAD)
-    sizes = ("kernel", "batch", "heads q/k", "seqlen q/k", "best config") if wide else ("kernel, sizes, best config",)
-    unit = "ms" if report.measured else "ms predicted" if wide else "ms\npredicted"
-    for name in ("rank", *sizes, unit, "TFLOP/s"):
-        left = "kernel" in name or "config" in name
-        table.add_column(name, justify="left" if left else "right", no_wrap=wide, overflow="fold")
-    for rank, entry in enumerate(sorted(report.entries, key=_tflops, reverse=True), 1):
-        problem = entry.measurement.problem
-        heads, seqlens = f"{problem.num_heads_q}/{problem.num_heads_k}", f"{problem.seqlen_q}/{problem.seqlen_k}"
-        cells = [entry.spec.slug(), str(problem.batch), heads, seqlens, entry.config.slug()]
-        if not wide:
-            cells = [f"{cells[0]}\n  {problem.batch} x {heads} x {seqlens}\n  {cells[-1]}"]
-        table.add_row(str(rank), *cells, f"{entry.measurement.ms:.4f}", f"{_tflops(entry):.1f}")
-    return table
-
-
-def _show(report: TuneReport) -> None:
-    console = _console()
-    how = "measured on this machine's GPU" if report.measured else "PREDICTED by the performance model, not measured"
-    if report.entries:
-        console.print(f"{report.gpu.title}: {how}", markup=False, soft_wrap=True)
-        console.print(_results(report, wide=console.width >= _WIDE))
-    for failure in report.failures[:10]:
-        reason = " ".join(failure.reason.split())[:160]
-        console.print(f"{failure.outcome}: {failure.spec.slug()} {failure.config.slug()}: {reason}", markup=False)
-    if len(report.failures) > 10:
-        console.print(f"... and {len(report.failures) - 10} failed trials more; --json lists them all")
-    for path in report.paths:
-        text = f"saved {len(report.entries) - report.superseded} entries to {path}"
-        if report.superseded:
-            text += f"; {report.superseded} gave way to measured or newer ones there"
-        console.print(text, markup=False, soft_wrap=True)
-    console.print(
-        f"{report.compiled} kernels compiled, {report.cached} from the cache, {report.seconds:.0f} s; {how}"
-        + ("; ended early" if report.interrupted else "")
-    )
-
-
-def _as_json(report: TuneReport) -> dict[str, Any]:
-    return {
-        "gpu": report.gpu.name,
-        "kind": "measured" if report.measured else "predicted",
-        "entries": [
-            {
-                "spec": entry.spec.canonical(),
-                "bucket": entry.bucket.label(),
-                "config": entry.config.canonical(),
-                "ms": entry.measurement.ms,
-                "tflops": _tflops(entry),
-                "kind": entry.measurement.kind,
-            }
-            for entry in report.entries
-        ],
-        "failures": [
-            {"spec": f.spec.canonical(), "config": f.config.canonical(), "outcome": f.outcome, "reason": f.reason}
-            for f in report.failures
-        ],
-        "paths": [str(path) for path in report.paths],
-        "superseded": report.superseded,
-        "compiled": report.compiled,
-        "cached": report.cached,
-        "seconds": report.seconds,
-        "interrupted": report.interrupted,
-    }
+    return [TuneRequest(spec, usual_problem(spec, *pair)) for spec in specs for pair in lengths]

@@ -18,6 +18,7 @@ from fa2gen.problem import Bucket
 from fa2gen.spec import FwdConfig, KernelSpec
 from fa2gen.tables import Clocks, Incumbent, Measurement, Provenance, TunedEntry, utc_now
 
+from .defaults import MEASURED_TRIALS
 from .device import MeasuringDevice, Verdict
 from .report import Ledger, TuneRequest
 from .shortlist import code_digest, launch_reason, shortlist, spill_reason
@@ -28,7 +29,6 @@ from .tools import Tools
 from .winner import find_incumbent, ranking
 from .worker import TrialFailure
 
-DEFAULT_TRIALS = 40
 # Times of an earlier session that look better than today's incumbent are taken again, but no more than this.
 _MAX_CONFIRMATIONS = 3
 
@@ -98,7 +98,7 @@ class MeasuredTuning:
     ) -> None:
         self._ledger, self._tools, self._device, self._options = ledger, tools, device, options
         self._shared = shared or Shared()
-        self._trials = DEFAULT_TRIALS if options.trials is None else options.trials
+        self._trials = MEASURED_TRIALS if options.trials is None else options.trials
         self._stops = 0
 
     def tune(self, request: TuneRequest) -> None:

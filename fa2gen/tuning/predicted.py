@@ -19,6 +19,7 @@ from fa2gen.problem import Problem
 from fa2gen.spec import FwdConfig, KernelSpec
 from fa2gen.tables import Measurement, Provenance, TunedEntry, utc_now
 
+from .defaults import PREDICTED_TRIALS
 from .model import MODEL_VERSION, Facts, predict, validity
 from .report import Ledger, TuneRequest
 from .shortlist import facts_of, launch_reason, shortlist, spill_reason
@@ -26,7 +27,6 @@ from .space import Space, legal_space
 from .study import TuningStudy
 from .tools import Tools
 
-DEFAULT_TRIALS = 24
 _METHOD = "performance model over ptxas's registers and spills, occupancy and the chip's rates"
 # Predicted differences below the model's own error (4 %) are no ground for one more config to prove and to keep.
 _TIE = 0.02
@@ -81,7 +81,7 @@ def tune_predicted(
     """
     study = functools.partial(_study, ledger=ledger, tools=tools, resume=resume, seed=seed, storage=storage)
     tools.require_emulator()
-    groups = _groups(requests, ledger, DEFAULT_TRIALS if trials is None else trials)
+    groups = _groups(requests, ledger, PREDICTED_TRIALS if trials is None else trials)
     jobs = [(group, config) for group in groups for config in group.configs]
     ledger.expect("compile", len(jobs))
     proofs: dict[Future[list[TunedEntry]], _Group] = {}

@@ -73,9 +73,12 @@ def tune(
     from .tools import Tools
 
     tools = tools or Tools()
-    found = [] if measured is False else _find_devices(gpu, tools, devices)
+    found = [] if measured is False else find_devices(gpu, tools, devices)
     if measured and not found:
         raise ArgumentError(f"gpu {gpu.name} cannot be measured: this machine's GPUs are: {_names(tools)}")
+    unique = list(dict.fromkeys(requests))
+    # No more than there is work for.
+    found = found[: len(unique)]
     ledger = Ledger(
         gpu=gpu,
         measured=bool(found),
@@ -85,7 +88,6 @@ def tune(
         template_hash=tools.template_hash,
         devices=tuple(info.index for info in found),
     )
-    unique = list(dict.fromkeys(requests))
     # Everything that would stop the session at its end stops it here.
     tools.nvcc_version()
     require_writable(gpu, {request.spec.kind for request in unique}, root=ledger.out)
@@ -113,10 +115,7 @@ def _tune_measured(
 ) -> None:
     from .device import MeasuringDevice
 
-    # No more than there is work for.
-    devices = [
-        MeasuringDevice(info.index, info.driver_version, tools.worker(info.index)) for info in found[: len(requests)]
-    ]
+    devices = [MeasuringDevice(info.index, info.driver_version, tools.worker(info.index)) for info in found]
     for device in devices:
         # Its start takes seconds (torch, a CUDA context), this process's imports of Optuna included.
         device.start()
@@ -141,8 +140,12 @@ def _is_product(info: DeviceInfo, gpu: Gpu) -> bool:
     return match_device(info.name, info.compute_capability, info.num_sms, info.l2_bytes).name == gpu.name
 
 
-def _find_devices(gpu: Gpu, tools: Tools, wanted: Sequence[int] | None) -> list[DeviceInfo]:
-    """The devices that are this GPU, or those of them that are wanted."""
+def find_devices(gpu: Gpu, tools: Tools, wanted: Sequence[int] | None) -> list[DeviceInfo]:
+    """The devices of this machine that are this GPU, or those of them that are wanted.
+
+    Raises:
+        ArgumentError: A wanted one does not exist or is another product.
+    """
     if wanted is None:
         return [info for info in tools.devices() if _is_product(info, gpu)]
     known = {info.index: info for info in tools.devices()}
@@ -150,7 +153,7 @@ def _find_devices(gpu: Gpu, tools: Tools, wanted: Sequence[int] | None) -> list[
         if index not in known:
             raise ArgumentError(f"device {index!r} does not exist: this machine's GPUs are: {_names(tools)}")
         if not _is_product(known[index], gpu):
-            raise ArgumentError(f"device {index} is an {known[index].name}, not the {gpu.title} ({gpu.name})")
+            raise ArgumentError(f"device {index} is the {known[index].name}, not the {gpu.title} ({gpu.name})")
     if not wanted:
         raise ArgumentError("devices must name at least one device")
     return [known[index] for index in dict.fromkeys(wanted)]

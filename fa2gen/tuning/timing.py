@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from fa2gen.driver.clocks import SLOWDOWNS
 from fa2gen.tables import Clocks
@@ -44,7 +45,16 @@ class Timing:
         return (self.p80 - self.p20) / self.ms
 
 
-def disturbance(timing: Timing, spread_limit: float = SPREAD_LIMIT) -> str:
+class Timed(Protocol):
+    """What a time must say of itself to be judged; a ``tables.Measurement`` does too."""
+
+    @property
+    def clocks(self) -> Clocks | None: ...
+    @property
+    def spread(self) -> float: ...
+
+
+def disturbance(timing: Timed, spread_limit: float = SPREAD_LIMIT) -> str:
     """Why a time may not be the chip's usual one (heat, a hardware slowdown, a wide spread), else ``""``."""
     slowed = sorted(SLOWDOWNS & set(timing.clocks.throttle)) if timing.clocks is not None else []
     reasons = [f"throttled: {', '.join(slowed)}"] if slowed else []

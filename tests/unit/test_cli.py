@@ -19,7 +19,7 @@ from rich.console import Console
 
 from fa2gen import driver
 from fa2gen.cli import main
-from fa2gen.commands import tune as tune_command
+from fa2gen.commands import tune_output
 from fa2gen.commands.options import make_specs
 from fa2gen.hardware import Gpu, list_gpus
 from fa2gen.spec import FwdConfig, KernelSpec
@@ -427,7 +427,7 @@ def test_results_fit_the_terminal(tuner: FakeTuner, columns: int, monkeypatch: p
     def console() -> Console:
         return Console(width=columns, highlight=False)
 
-    monkeypatch.setattr(tune_command, "_console", console)
+    monkeypatch.setattr(tune_output, "_console", console)
     out = run("tune", "--headdim", "128", "--gpu", "a100").stdout
     table = [line for line in out.splitlines() if not line.startswith(("saved ", "spilled: ", "4 kernels"))]
     assert max(map(len, table)) <= columns

@@ -1,0 +1,109 @@
+"""What a session would do, without doing it: ``fa2gen tune --dry-run``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from fa2gen.compile import usable_cores
+from fa2gen.constraints import default_config
+from fa2gen.hardware import Gpu
+from fa2gen.problem import Bucket
+from fa2gen.spec import FwdConfig
+
+from . import defaults
+from .report import TuneRequest
+from .session import find_devices
+from .shortlist import shortlist
+from .space import legal_space
+from .tools import Tools
+from .winner import find_incumbent
+
+# The model's favourites that are listed.
+_TOP = 3
+# Core-seconds of compiling one kernel and of proving one in the emulator. `fa2gen tune --headdim 128 --gpu a100` takes
+# 157 s on 2 cores from nothing: 8 specs of 25 kernels, and two or three proofs for each.
+_COMPILE_SECONDS, _PROOF_SECONDS, _PROOFS = 1.2, 3.7, 2.5
+
+
+@dataclass(frozen=True)
+class PlannedRequest:
+    """One request.
+
+    Attributes:
+        request, bucket: What is tuned.
+        default: Timed, or compiled, first.
+        incumbent: What the tables hold, timed next; None if they hold nothing, or nothing is timed.
+        favourites: The model's best of the legal configs, in order; they come after these.
+        legal, excluded: Numbers of configs of the grid.
+    """
+
+    request: TuneRequest
+    bucket: Bucket
+    default: FwdConfig
+    incumbent: FwdConfig | None
+    favourites: tuple[FwdConfig, ...]
+    legal: int
+    excluded: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A session that was not held.
+
+    Attributes:
+        gpu: What it is for.
+        devices: Devices it would measure on; empty: it would predict.
+        requests: In the order in which they would be tuned.
+        kernels: How many kernels it would compile at most.
+        seconds: Wall time, about, if none of them is cached: of the whole session, or of compiling alone where it
+            would measure.
+        cores: That many were assumed for it.
+    """
+
+    gpu: Gpu
+    devices: tuple[int, ...]
+    requests: tuple[PlannedRequest, ...]
+    kernels: int
+    seconds: float
+    cores: int
+
+
+def make_plan(
+    requests: Sequence[TuneRequest],
+    gpu: Gpu,
+    *,
+    out: Path | None = None,
+    trials: int | None = None,
+    devices: Sequence[int] | None = None,
+    tools: Tools | None = None,
+) -> Plan:
+    """What :func:`fa2gen.tuning.session.tune` would do with these arguments; studies of earlier sessions are not read.
+
+    Raises:
+        ArgumentError: As ``tune`` does.
+    """
+    tools = tools or Tools()
+    found = find_devices(gpu, tools, devices)
+    roots = tools.table_roots(out) if found else ()
+    rows, unique = [], list(dict.fromkeys(requests))
+    for request in unique:
+        spec, bucket = request.spec, request.problem.bucket(gpu.num_sms)
+        space, default = legal_space(spec, gpu), default_config(spec)
+        incumbent = find_incumbent(spec, bucket, gpu, roots)
+        favourites = tuple(shortlist(spec, [request.problem], gpu, _TOP))
+        rows.append(
+            PlannedRequest(request, bucket, default, incumbent, favourites, len(space.configs), len(space.excluded))
+        )
+    cores = usable_cores()
+    if found:
+        each = defaults.MEASURED_TRIALS if trials is None else trials
+        kernels = sum(min(each, row.legal) + 1 + (row.incumbent is not None) for row in rows)
+        seconds = kernels * _COMPILE_SECONDS / cores
+    else:
+        each = defaults.PREDICTED_TRIALS if trials is None else trials
+        legal = {row.request.spec: row.legal for row in rows}
+        kernels = sum(min(each, count) + 1 for count in legal.values())
+        seconds = (kernels * _COMPILE_SECONDS + len(legal) * _PROOFS * _PROOF_SECONDS) / cores
+    return Plan(gpu, tuple(info.index for info in found), tuple(rows), kernels, seconds, cores)
