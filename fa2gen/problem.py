@@ -12,6 +12,7 @@ from .spec import KernelSpec
 # beyond the end together (the last key that a query tile sees, rounded up to whole key tiles).
 MAX_SEQLEN = 2**31 - 2048
 
+
 @dataclass(frozen=True)
 class Bucket:
     """Sizes that share a tuned config: short and long, few and many tiles (see :meth:`Problem.bucket`)."""
