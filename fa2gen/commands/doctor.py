@@ -20,6 +20,7 @@ from .. import __version__
 from ..data import data_dir
 from ..errors import Fa2genError, TableError
 from .options import json_option
+from .units import size_text
 
 # ok: works. missing: something optional is not there. error: fa2gen cannot do its job.
 _MARKS = {"ok": ("ok", "green"), "missing": ("--", "yellow"), "error": ("!!", "red")}
@@ -148,7 +149,9 @@ def _dotted(numbers: tuple[int, int]) -> str:
 
 
 def _cache() -> Iterator[Check]:
-    from ..compile.cache import cache_root
+    from ..compile.admin import totals
+    from ..compile.location import cache_root
+    from ..compile.store import leftovers
 
     try:
         root = cache_root()
@@ -160,7 +163,10 @@ def _cache() -> Iterator[Check]:
         fix = "every run compiles anew; set FA2GEN_CACHE_DIR to a folder of your own"
         yield Check("cache", "missing", f"cannot be written: {error}", fix)
         return
-    yield Check("cache", "ok", str(root))
+    number, size = totals(root)
+    left = len(leftovers(root))
+    text = f"{root}: {number} kernels, {size_text(size)}" + (f", {left} leftovers or builds under way" if left else "")
+    yield Check("cache", "ok", text, "fa2gen cache gc removes leftovers" if left else "")
 
 
 def _tables() -> Iterator[Check]:

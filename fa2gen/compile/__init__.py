@@ -1,7 +1,8 @@
 """Compiling: nvcc, what ptxas reports, and the cache of binaries (layer 3)."""
 
-from .cache import CubinCache, cache_root, default_cache
+from .cache import CubinCache, default_cache
 from .compiler import CompiledKernel, compile_kernel, compile_many, usable_cores
+from .location import cache_root
 from .nvcc import Nvcc, find_nvcc, nvcc_command
 from .ptxas import ResourceUsage, parse_ptxas, performance_remarks
 

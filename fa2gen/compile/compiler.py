@@ -12,7 +12,7 @@ from ..codegen import KernelSource
 from ..errors import ArgumentError, CompileError, ToolchainError
 from .cache import Build, CubinCache, cache_key, default_cache
 from .invoke import Processes, run_nvcc, run_pycuda
-from .nvcc import Nvcc, find_nvcc, key_flags
+from .nvcc import Nvcc, find_nvcc, first_release, key_flags
 from .ptxas import ResourceUsage, parse_ptxas
 
 
@@ -136,15 +136,20 @@ def _compile(
         raise ArgumentError(f"source must be rendered for the platform 'cuda', got {source.platform!r}")
     flags = key_flags(target)
     try:
-        compiler = nvcc or find_nvcc()
+        compiler = find_nvcc() if nvcc is None else nvcc
         compiler.require(target)
-    except ToolchainError:
+    except ToolchainError as error:
         found = cache.get_any(cache_key(source.text, "", target, flags).source)
         if found is None:
-            raise
+            raise ToolchainError(
+                f"kernel {source.entry} for {target} is not in the cache and must be compiled by the nvcc of CUDA "
+                f"{'.'.join(map(str, first_release(target)))} or newer: {error}"
+            ) from None
         return _compiled(source, target, found[0], found[1], from_cache=True)
     key = cache_key(source.text, compiler.build_id, target, flags)
-    build, from_cache = cache.get_or_build(key, source.text, lambda: _build(source, target, compiler, processes))
+    build, from_cache = cache.get_or_build(
+        key, source.text, lambda: _build(source, target, compiler, processes), kernel=source.entry
+    )
     return _compiled(source, target, key.full, build, from_cache=from_cache)
 
 

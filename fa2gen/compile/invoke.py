@@ -18,7 +18,8 @@ import warnings
 from pathlib import Path
 
 from ..errors import CompileError, ToolchainError
-from .nvcc import CUBIN_NAME, SOURCE_NAME, Nvcc, nvcc_command, nvcc_options
+from .nvcc import CUBIN_NAME, HOW_TO_GET, SOURCE_NAME, Nvcc, nvcc_command, nvcc_options
+from .store import scratch_folder
 
 #: A kernel takes 1 to 3 s; a compiler that needs longer than this hangs.
 TIMEOUT_SECONDS = 600.0
@@ -30,6 +31,12 @@ _NO_HOST_COMPILER = re.compile(
     r"Failed to preprocess host compiler|(?:gcc|g\+\+|cc1plus): (?:command )?not found"
     r"|No such file or directory.*\bgcc\b",
     re.I,
+)
+
+
+# "nvcc fatal   : Unsupported gpu architecture 'sm_110'", "Value 'sm_110' is not defined for option 'gpu-architecture'".
+_UNKNOWN_TARGET = re.compile(
+    r"Unsupported gpu architecture|is not defined for option '(?:gpu-architecture|arch)'", re.I
 )
 
 
@@ -98,7 +105,8 @@ def run_nvcc(text: str, target: str, nvcc: Nvcc, processes: Processes | None = N
 
 
 def _run_in_temporary_folder(text: str, target: str, nvcc: Nvcc, processes: Processes) -> tuple[bytes, str]:
-    with tempfile.TemporaryDirectory(prefix="fa2gen-", ignore_cleanup_errors=True) as folder:
+    with scratch_folder() as path:
+        folder = str(path)
         Path(folder, SOURCE_NAME).write_text(text)
         shutil.copy(_RUNTIME_HEADER, folder)
         command = nvcc_command(nvcc, target)
@@ -136,11 +144,15 @@ def compile_failure(nvcc: Nvcc, target: str, status: int, log: str) -> CompileEr
     """The error for a failed run of nvcc, with the compiler's first complaint in its message."""
     if _NO_HOST_COMPILER.search(log):
         return ToolchainError(f"{nvcc.path} finds no host compiler, which it needs to preprocess: install g++")
+    version = ".".join(map(str, nvcc.version))
+    if _UNKNOWN_TARGET.search(log):
+        return ToolchainError(
+            f"{nvcc.path} is nvcc {version}, which does not know {target}, and a newer CUDA is needed; {HOW_TO_GET}"
+        )
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     complaint = next(
         (line for line in lines if re.search(r"\b(?:error|fatal)\b", line)), lines[-1] if lines else "no output"
     )
-    version = ".".join(map(str, nvcc.version))
     return CompileError(f"nvcc {version} failed for {target} (exit status {status}): {complaint}", log)
 
 

@@ -15,14 +15,15 @@ import os
 import re
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..errors import CacheError, ToolchainError
-from .cache import cache_root
+from .entry import checksum, read_trusted
+from .location import cache_root
+from .store import replace_file
 
 #: Options of every compilation, whoever runs nvcc. Part of a cubin's key; ptxas writes its own into the cubin's notes.
 OPTIONS = ("-std=c++17", "-O3", "-Xptxas", "-v")
@@ -50,7 +51,8 @@ _FIRST_RELEASE = {
     "sm_121a": (12, 9),
 }
 
-_HOW_TO_GET = 'install one with: pip install "fa2gen[nvcc]", or set FA2GEN_NVCC to the path of an nvcc'
+#: Ends every message about a missing or too old nvcc.
+HOW_TO_GET = 'install one with: pip install "fa2gen[nvcc]", or set FA2GEN_NVCC to the path of an nvcc'
 
 
 @dataclass(frozen=True)
@@ -76,12 +78,17 @@ class Nvcc:
         Raises:
             ToolchainError: It is too old; the message names the CUDA release that is needed.
         """
-        first = _FIRST_RELEASE.get(target, (11, 8))
+        first = first_release(target)
         if self.version[:2] < first:
             raise ToolchainError(
                 f"{self.path} is nvcc {'.'.join(map(str, self.version))}, and {target} needs CUDA "
-                f"{first[0]}.{first[1]} or newer; {_HOW_TO_GET}"
+                f"{first[0]}.{first[1]} or newer; {HOW_TO_GET}"
             )
+
+
+def first_release(target: str) -> tuple[int, int]:
+    """First CUDA release whose nvcc compiles fa2gen's kernels for ``target``; for unknown targets, for any."""
+    return _FIRST_RELEASE.get(target, (11, 8))
 
 
 def nvcc_options(target: str) -> list[str]:
@@ -111,7 +118,7 @@ def find_nvcc() -> Nvcc:
     if named:
         program = shutil.which(named)
         if program is None:
-            raise ToolchainError(f"FA2GEN_NVCC is {named}, which is not a program; {_HOW_TO_GET}")
+            raise ToolchainError(f"FA2GEN_NVCC is {named}, which is not a program; {HOW_TO_GET}")
         return identify_nvcc(Path(program))
     tried = []
     for path in _candidates():
@@ -120,7 +127,7 @@ def find_nvcc() -> Nvcc:
         except ToolchainError as error:
             tried.append(str(error))
     found = "; ".join(tried) if tried else "not on PATH, not in the nvidia-cuda-nvcc wheel, not in /usr/local/cuda"
-    raise ToolchainError(f"no nvcc found ({found}); {_HOW_TO_GET}")
+    raise ToolchainError(f"no nvcc found ({found}); {HOW_TO_GET}")
 
 
 def _candidates() -> Iterator[Path]:
@@ -231,10 +238,11 @@ def _memo_path() -> Path | None:
 def _read_memo() -> dict[str, Any]:
     path = _memo_path()
     try:
-        memo = json.loads(path.read_bytes()) if path else {}
-    except (OSError, ValueError):
+        memo = json.loads(read_trusted(path)) if path else {}
+        compilers, own = memo["compilers"], memo["checksum"]
+        return compilers if own == checksum(compilers) else {}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return {}
-    return memo if isinstance(memo, dict) else {}
 
 
 def _write_memo(memo: dict[str, Any]) -> None:
@@ -243,13 +251,7 @@ def _write_memo(memo: dict[str, Any]) -> None:
     if path is None:
         return
     with contextlib.suppress(OSError):
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".toolchains-")
-        try:
-            with os.fdopen(handle, "w") as file:
-                json.dump(memo, file)
-            os.replace(temporary, path)
-        except OSError:
-            os.unlink(temporary)
+        replace_file(path.parent, path.name, json.dumps({"compilers": memo, "checksum": checksum(memo)}).encode())
 
 
 def _from_record(path: Path, record: object) -> Nvcc | None:

@@ -1,29 +1,36 @@
 """Builds a kernel rendered for the host into a program, with g++ or clang++, once for each content.
 
 A program is two parts: the runtime (``host/*.cpp``: fibers, scheduler, shadow memory), built once for each compiler,
-and the kernel's own text, which takes about half a second.
+and the kernel's own text, which takes about half a second. Both are entries of fa2gen's cache (``compile.store``), with
+all that it checks; what it cannot store lies in a temporary folder until the process ends.
 """
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import os
 import shutil
-import stat
 import subprocess
 import tempfile
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Protocol
 
-from ..compile.cache import cache_root
+from ..compile.entry import FORMAT, Contents, Entry
+from ..compile.location import cache_root, unsafe_reason
+from ..compile.locks import Lease, new_folder, remove
+from ..compile.store import SCRATCH_PREFIX, EntryStore, scratch_folder
 from ..errors import ArgumentError, CacheError, CompileError, ToolchainError
 
 HOST_DIR = Path(__file__).parent / "host"
 RUNTIME_SOURCES = ("primitives.cpp", "main.cpp")
+SECTION = "emulator"
+TEXT, PROGRAM = "kernel.cpp", "kernel"
 # -ffp-contract=off: a * b + c is two roundings unless the kernel text says fma_f32, as on the device with PTX.
 FLAGS = ("-std=c++17", "-fno-strict-aliasing", "-ffp-contract=off", "-pthread")
 RUNTIME_FLAGS = (*FLAGS, "-O2")
@@ -56,11 +63,13 @@ class EmulatedKernel:
         source: The text it was built from.
         program: The executable; its folder also holds the text, ``kernel.cpp``.
         from_cache: It was there already.
+        lease: Keeps the folder from being cleaned up while this object lives.
     """
 
     source: HostSource
     program: Path
     from_cache: bool
+    lease: Lease | None = field(default=None, repr=False, compare=False)
 
 
 @lru_cache(maxsize=1)
@@ -95,23 +104,23 @@ def _compiler_version(compiler: str) -> str:
     return done.stdout
 
 
-def cache_dir() -> Path:
-    """The emulator's folder in fa2gen's cache (:func:`fa2gen.compile.cache.cache_root`).
+def cache_dir() -> Path | None:
+    """The emulator's folder in fa2gen's cache (:func:`fa2gen.compile.location.cache_root`); None if there is none.
 
     Raises:
-        CacheError: The folder cannot be made, belongs to somebody else, or others may write to it.
+        CacheError: It belongs to somebody else, or others may write to it. Programs are run by their path, so this
+            folder too must be safe, not its entries only.
     """
     root = cache_root()
     if root is None:
-        raise CacheError("the emulator needs a cache folder for its programs: set FA2GEN_CACHE_DIR to one of your own")
-    folder = root.absolute() / "emulator"
+        return None
+    folder = root / SECTION
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        state = folder.stat()
-    except OSError as error:
-        raise CacheError(f"the emulator's cache folder {folder} cannot be used: {error}") from error
-    if hasattr(os, "getuid") and (state.st_uid != os.getuid() or state.st_mode & (stat.S_IWOTH | stat.S_IWGRP)):
-        raise CacheError(f"the emulator's cache folder {folder} belongs to another user or is writable by others")
+        reason = unsafe_reason(folder.stat())
+    except OSError:  # not there yet, or in the way of a folder: the store sees to it
+        return folder
+    if reason is not None:
+        raise CacheError(f"the emulator's cache folder {folder} {reason}; delete it")
     return folder
 
 
@@ -130,9 +139,19 @@ def _host_files(*suffixes: str) -> list[bytes]:
     ]
 
 
-def _run_compiler(command: Sequence[str], what: str) -> None:
+def _run_compiler(command: Sequence[str], folder: Path, what: str) -> None:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S)
+        # Its own temporary files go where this process, or the next one, removes them.
+        done = subprocess.run(
+            command,
+            cwd=folder,
+            env={**os.environ, "TMPDIR": str(folder)},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=BUILD_TIMEOUT_S,
+        )
     except OSError as error:
         raise ToolchainError(f"the C++ compiler {command[0]} does not run: {error}") from error
     except subprocess.TimeoutExpired as error:
@@ -143,68 +162,55 @@ def _run_compiler(command: Sequence[str], what: str) -> None:
         raise CompileError(f"{what}: {os.path.basename(command[0])} failed: {first}", log)
 
 
-def _publish(final: Path, names: Sequence[str], make: Callable[[Path], None]) -> bool:
-    """Makes the folder `final` by building a temporary one and renaming it. Returns whether it was there already.
+def _entry(name: str, wanted: Sequence[str], make: Callable[[], Contents]) -> tuple[Entry, bool]:
+    """The entry of that name, from the cache, else made; and whether it was there."""
+    folder = cache_dir()
+    if folder is None:
+        contents = make()
+        return Entry(contents.files, contents.facts), False
+    return EntryStore(folder.parent, folder.name).read_or_build(name, wanted, make)
 
-    A folder that lacks one of the files that `names` lists (somebody cleaned up, a disk lost power) is built again.
+
+def _in_scratch(make: Callable[[Path], Contents]) -> Contents:
+    """Runs ``make`` with a temporary folder.
 
     Raises:
-        CacheError: The cache cannot be written.
+        ToolchainError: There is no room for one.
     """
-    if _holds(final, names):
-        return True
     try:
-        temporary = Path(tempfile.mkdtemp(prefix=f".{final.name}.", dir=final.parent))
-        try:
-            make(temporary)
-            _install(temporary, final, names)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
+        with scratch_folder() as folder:
+            return make(folder)
     except OSError as error:
-        raise CacheError(f"the emulator's cache folder {final.parent} cannot be written: {error}") from error
-    return False
+        raise ToolchainError(
+            f"temporary files for the C++ compiler cannot be written ({error}); set TMPDIR to another folder"
+        ) from error
 
 
-def _holds(folder: Path, names: Sequence[str]) -> bool:
-    try:
-        return all((folder / name).stat().st_size > 0 for name in names)
-    except OSError:
-        return False
+def _runtime_key(compiler: str) -> str:
+    return _digest(str(FORMAT), _compiler_version(compiler), *RUNTIME_FLAGS, *_host_files(".h", ".cpp"))
 
 
-def _install(temporary: Path, final: Path, names: Sequence[str]) -> None:
-    try:
-        temporary.rename(final)
-    except OSError:
-        if _holds(final, names):
-            return  # another process built the same content first: its folder serves
-        if not final.exists():
-            raise
-        # Incomplete: out of the way in one step, so that nobody sees it half deleted.
-        aside = Path(tempfile.mkdtemp(prefix=f".{final.name}.", dir=final.parent))
-        try:
-            final.rename(aside / "incomplete")
-            temporary.rename(final)
-        finally:
-            shutil.rmtree(aside, ignore_errors=True)
+def _runtime(compiler: str, key: str) -> dict[str, bytes]:
+    """The runtime's objects: file name -> bytes."""
+    objects = [f"{name}.o" for name in RUNTIME_SOURCES]
 
-
-def _runtime(compiler: str) -> tuple[list[str], str]:
-    """The runtime's objects and their key."""
-    key = _digest(_compiler_version(compiler), *RUNTIME_FLAGS, *_host_files(".h", ".cpp"))
-    folder = cache_dir() / f"runtime-{key}"
-
-    def make(into: Path) -> None:
+    def make(folder: Path) -> Contents:
         commands = [
-            [compiler, *RUNTIME_FLAGS, "-c", str(HOST_DIR / name), "-o", str(into / f"{name}.o")]
-            for name in RUNTIME_SOURCES
+            [compiler, *RUNTIME_FLAGS, "-c", str(HOST_DIR / name), "-o", f"{name}.o"] for name in RUNTIME_SOURCES
         ]
         with ThreadPoolExecutor(len(commands)) as pool:
-            list(pool.map(lambda command: _run_compiler(command, "the emulator's runtime"), commands))
+            list(pool.map(lambda command: _run_compiler(command, folder, "the emulator's runtime"), commands))
+        return Contents({name: (folder / name).read_bytes() for name in objects}, _facts("runtime", compiler))
 
-    objects = [f"{name}.o" for name in RUNTIME_SOURCES]
-    _publish(folder, objects, make)
-    return [str(folder / name) for name in objects], key
+    entry, _ = _entry(f"runtime-{key}", objects, lambda: _in_scratch(make))
+    if entry.lease is not None:
+        entry.lease.close()
+    return {name: entry.files[name] for name in objects}
+
+
+def _facts(kernel: str, compiler: str) -> dict[str, str]:
+    """What ``fa2gen cache ls`` shows of an entry."""
+    return {"kernel": kernel, "target": "host", "compiler": _compiler_version(compiler).partition("\n")[0]}
 
 
 def build(source: HostSource) -> EmulatedKernel:
@@ -215,21 +221,65 @@ def build(source: HostSource) -> EmulatedKernel:
 
     Raises:
         ArgumentError: The source was rendered for another platform.
-        ToolchainError: No host compiler.
+        ToolchainError: No host compiler, or no room for its temporary files.
         CompileError: The compiler refused the text; ``log`` holds its messages.
-        CacheError: The cache folder is not safe to use or cannot be written.
+        CacheError: The cache folder is not safe to use.
     """
     if source.platform != "host":
         raise ArgumentError(f'platform must be "host" to be emulated, got "{source.platform}"')
     compiler = find_host_compiler()
-    objects, runtime_key = _runtime(compiler)
+    runtime_key = _runtime_key(compiler)
     text = f"{source.text}\nEMULATOR_ENTRY({source.entry})\n"
-    folder = cache_dir() / f"kernel-{_digest(runtime_key, *KERNEL_FLAGS, text)}"
+    name = f"kernel-{_digest(runtime_key, *KERNEL_FLAGS, text)}"
 
-    def make(into: Path) -> None:
-        (into / "kernel.cpp").write_text(text)
-        command = [compiler, *KERNEL_FLAGS, "-I", str(HOST_DIR), str(into / "kernel.cpp"), *objects]
-        _run_compiler([*command, "-o", str(into / "kernel")], f"kernel {source.entry}")
+    def make(folder: Path) -> Contents:
+        (folder / TEXT).write_text(text)
+        objects = _runtime(compiler, runtime_key)
+        for file, data in objects.items():
+            (folder / file).write_bytes(data)
+        command = [compiler, *KERNEL_FLAGS, "-I", str(HOST_DIR), TEXT, *objects, "-o", PROGRAM]
+        _run_compiler(command, folder, f"kernel {source.entry}")
+        files = {TEXT: text.encode(), PROGRAM: (folder / PROGRAM).read_bytes()}
+        return Contents(files, _facts(source.entry, compiler), executable=(PROGRAM,))
 
-    from_cache = _publish(folder, ("kernel",), make)
-    return EmulatedKernel(source, folder / "kernel", from_cache)
+    kept = _kept_programs.get(name)
+    if kept is not None:
+        return EmulatedKernel(source, kept, True)
+    entry, from_cache = _entry(name, (PROGRAM,), lambda: _in_scratch(make))
+    if entry.folder is None:
+        return EmulatedKernel(source, _keep(name, entry.files[PROGRAM]), False)
+    return EmulatedKernel(source, entry.folder / PROGRAM, from_cache, entry.lease)
+
+
+# Programs that the cache could not store, for the life of this process: name -> path.
+_kept_programs: dict[str, Path] = {}
+_kept_lock = threading.Lock()
+
+
+def _keep(name: str, program: bytes) -> Path:
+    try:
+        with _kept_lock:
+            path = _kept_folder(os.getpid()) / name
+            if name not in _kept_programs:
+                path.write_bytes(program)
+                path.chmod(0o700)
+                _kept_programs[name] = path
+            return path
+    except OSError as error:
+        raise CacheError(
+            f"the emulator's program can be stored nowhere ({error}); set TMPDIR or FA2GEN_CACHE_DIR"
+        ) from error
+
+
+@lru_cache(maxsize=1)
+def _kept_folder(process: int) -> Path:
+    """A temporary folder of this process, removed when it ends; by the next one if it is killed."""
+    folder, lease = new_folder(Path(tempfile.gettempdir()), SCRATCH_PREFIX)
+
+    def end() -> None:
+        if os.getpid() == process:  # not in a child that was forked
+            lease.close()
+            remove(folder)
+
+    atexit.register(end)
+    return folder

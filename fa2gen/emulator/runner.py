@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import signal
 import struct
 import subprocess
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Protocol
@@ -153,7 +155,7 @@ def run(
             raise ArgumentError(f"pointer_index of buffer {b.name} is beyond the parameters: {b.pointer_index}")
     job = _job(launch, buffers, seed, random_schedule, checks, threads or os.cpu_count() or 1)
     try:
-        done = subprocess.run([str(kernel.program)], input=job, capture_output=True, timeout=timeout)
+        done = _run_program(str(kernel.program), job, timeout)
     except subprocess.TimeoutExpired:
         raise EmulatorError("timeout", f"{kernel.source.entry} has not ended after {timeout:g} s") from None
     except OSError as error:
@@ -164,6 +166,19 @@ def run(
         text = f"{kernel.source.entry} ended with {how}; {done.stderr.decode(errors='replace').strip()}"
         raise EmulatorError("crash", _with_lines(text, kernel))
     return _read_outcome(memoryview(done.stdout), kernel, buffers)
+
+
+def _run_program(program: str, job: bytes, timeout: float) -> subprocess.CompletedProcess[bytes]:
+    for pause in (0.01, 0.1, 1.0):
+        try:
+            return subprocess.run([program], input=job, capture_output=True, timeout=timeout)
+        except OSError as error:
+            # Another thread starts a process just while this one writes the program: the child holds the open file
+            # until it has become its own program, and Linux runs no file that is open for writing.
+            if error.errno != errno.ETXTBSY:
+                raise
+            time.sleep(pause)
+    return subprocess.run([program], input=job, capture_output=True, timeout=timeout)
 
 
 def _read_outcome(out: memoryview, kernel: EmulatedKernel, buffers: Sequence[Buffer]) -> Counters:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -13,7 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fa2gen.emulator import Buffer, Counters, EmulatedKernel, build, cache_dir, find_host_compiler, run
+from fa2gen.compile import admin, entry, location
+from fa2gen.emulator import Buffer, Counters, EmulatedKernel, build, builder, cache_dir, find_host_compiler, run
 from fa2gen.errors import ArgumentError, CacheError, CompileError, EmulatorError, ToolchainError
 from fa2gen.launch import Launch
 from tests.primitive_kernels import NUM_THREADS, probe_launch, probe_source
@@ -74,9 +76,12 @@ def test_second_build_comes_from_the_cache(kernel: EmulatedKernel) -> None:
 
 def test_cache_folder_is_private_and_holds_whole_entries_only(kernel: EmulatedKernel) -> None:
     folder = cache_dir()
+    assert folder is not None
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert folder.parent == Path(os.environ["FA2GEN_CACHE_DIR"])
-    assert not [path.name for path in folder.iterdir() if path.name.startswith(".kernel")]
+    assert kernel.program.parent.parent == folder
+    names = {path.name for path in kernel.program.parent.iterdir()}
+    assert names == {"build.json", "kernel", "kernel.cpp"}
 
 
 def test_world_writable_cache_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,7 +89,7 @@ def test_world_writable_cache_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
     (tmp_path / "emulator").mkdir()
     for mode in (0o777, 0o770):
         (tmp_path / "emulator").chmod(mode)
-        with pytest.raises(CacheError, match="writable by others"):
+        with pytest.raises(CacheError, match="others may write to"):
             build(probe_source(BODIES, "host"))
     (tmp_path / "emulator").chmod(0o700)
     tmp_path.chmod(0o777)
@@ -109,13 +114,39 @@ def test_incomplete_entries_are_built_again(tmp_path: Path, monkeypatch: pytest.
     tmp_path.chmod(0o700)
     built = build(probe_source(BODIES, "host"))
     (runtime,) = (tmp_path / "emulator").glob("runtime-*")
-    built.program.write_bytes(b"")
+    program = bytearray(built.program.read_bytes())
+    program[len(program) // 2] ^= 1
+    built.program.write_bytes(bytes(program))
     (runtime / "main.cpp.o").unlink()
-    again = build(probe_source(BODIES, "host"))
+    with pytest.warns(RuntimeWarning, match="damaged") as caught:
+        again = build(probe_source(BODIES, "host"))
+    assert len(caught) == 2
     assert not again.from_cache
     _run(again, "write")
     assert build(probe_source(BODIES, "host")).from_cache
-    assert not list((tmp_path / "emulator").glob(".*"))
+    assert not list((tmp_path / "tmp").iterdir())
+
+
+def _copy_entries(kernel: EmulatedKernel, root: Path, pattern: str) -> None:
+    """Copies entries of the cache that holds ``kernel``: building the runtime takes seconds."""
+    root.chmod(0o700)
+    for folder in kernel.program.parents[1].glob(pattern):
+        shutil.copytree(folder, root / "emulator" / folder.name)
+    (root / "emulator").chmod(0o700)
+
+
+def test_program_in_use_is_not_cleaned_up(
+    tmp_path: Path, kernel: EmulatedKernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _copy_entries(kernel, tmp_path, kernel.program.parent.name)
+    monkeypatch.setenv("FA2GEN_CACHE_DIR", str(tmp_path))
+    built = build(probe_source(BODIES, "host"))
+    result = admin.collect(tmp_path, max_bytes=0)
+    assert [entry.path for entry in result.busy] == [built.program.parent]
+    assert not result.removed
+    _run(built, "write")
+    del built
+    assert len(admin.collect(tmp_path, max_bytes=0).removed) == 1
 
 
 def test_processes_build_one_kernel_at_once(tmp_path: Path) -> None:
@@ -134,24 +165,54 @@ def test_processes_build_one_kernel_at_once(tmp_path: Path) -> None:
     assert len(programs) == 1
     assert os.access(programs.pop(), os.X_OK)
     assert sorted(path.name.split("-")[0] for path in (tmp_path / "emulator").iterdir()) == ["kernel", "runtime"]
+    assert not list((tmp_path / "tmp").iterdir())
+    assert not list((tmp_path / "locks").iterdir())
 
 
-def test_a_cache_that_cannot_be_written_is_a_cache_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_stored_runs_from_a_temporary_folder(
+    tmp_path: Path, kernel: EmulatedKernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _copy_entries(kernel, tmp_path, "runtime-*")
     monkeypatch.setenv("FA2GEN_CACHE_DIR", str(tmp_path))
-    tmp_path.chmod(0o700)
+    monkeypatch.setattr(location, "_warned", set())
+    monkeypatch.setattr(builder, "_kept_programs", {})
 
-    def refuse(*_: object, **__: object) -> str:
+    def refuse(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("fa2gen.emulator.builder.tempfile.mkdtemp", refuse)
-    with pytest.raises(CacheError, match=r"cannot be written.*No space left"):
-        build(probe_source(BODIES, "host"))
-    monkeypatch.undo()
-    file = tmp_path / "file"
-    file.write_text("")
-    monkeypatch.setenv("FA2GEN_CACHE_DIR", str(file))
-    with pytest.warns(RuntimeWarning, match="cannot be made"), pytest.raises(CacheError, match="FA2GEN_CACHE_DIR"):
-        build(probe_source(BODIES, "host"))
+    monkeypatch.setattr(entry, "write_file", refuse)
+    with pytest.warns(RuntimeWarning, match=r"cannot be written .No space left") as caught:
+        built = build(probe_source(BODIES, "host"))
+    assert len(caught) == 1
+    assert not built.program.is_relative_to(tmp_path)
+    assert stat.S_IMODE(built.program.stat().st_mode) == 0o700
+    assert stat.S_IMODE(built.program.parent.stat().st_mode) == 0o700
+    _run(built, "write")
+    again = build(probe_source(BODIES, "host"))
+    assert again.from_cache
+    assert again.program == built.program
+    assert not list((tmp_path / "emulator").glob("kernel-*"))
+
+
+def test_without_a_cache_folder_programs_run_until_the_process_ends(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "system").mkdir()
+    code = """
+from tests.primitive_kernels import probe_source
+from fa2gen.emulator import build, builder
+def compiler(command, folder, what):  # one that is quick
+    (folder / command[command.index("-o") + 1]).write_text("program")
+builder._run_compiler = compiler
+program = build(probe_source({"write": "  st_global(p.out + tid, u32(tid));"}, "host")).program
+assert program.read_text() == "program"
+print(program)
+"""
+    environment = {**os.environ, "FA2GEN_CACHE_DIR": str(tmp_path / "file"), "TMPDIR": str(tmp_path / "system")}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "cannot be made" in done.stderr
+    assert Path(done.stdout.strip()).is_relative_to(tmp_path / "system")
+    assert not list((tmp_path / "system").iterdir())
 
 
 def test_no_compiler_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,11 +226,14 @@ def test_no_compiler_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_compile_error_carries_the_log_and_leaves_nothing_behind() -> None:
-    before = set(cache_dir().iterdir())
+    folder = cache_dir()
+    assert folder is not None
+    before = set(folder.glob("kernel-*"))
     with pytest.raises(CompileError, match="no_such_primitive") as caught:
         build(probe_source({"wrong": "  no_such_primitive();"}, "host"))
     assert "no_such_primitive" in caught.value.log
-    assert set(cache_dir().iterdir()) == before
+    assert set(folder.glob("kernel-*")) == before
+    assert not list((folder.parent / "locks").iterdir())
 
 
 def test_global_memory_cannot_be_dereferenced() -> None:
