@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..launch import MAX_SEQLEN
+from ..problem import MAX_SEQLEN
 from .options import gpu_option, json_option, make_specs, resolve_gpu, seqlen_options, spec_options
 from .progress import StageProgress
 
