@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import tempfile
 import time
 import warnings
 from collections.abc import Callable
@@ -136,7 +137,7 @@ KILLED_CUBIN_BYTES = 60_000
 KILLED_KERNELS = 40
 
 
-def use_cache_for_ever(*, root: str, round: int) -> None:
+def use_cache_for_ever(*, root: str, temporary: str, round: int) -> None:
     """Builds, reads, replaces damaged and removes entries until it is killed; raises if it reads a wrong one."""
 
     def write_in_pieces(path: Path, data: bytes, mode: int) -> None:  # so that a kill hits the middle of a file
@@ -147,6 +148,7 @@ def use_cache_for_ever(*, root: str, round: int) -> None:
 
     entry.write_file = write_in_pieces  # type: ignore[assignment]
     warnings.simplefilter("error")  # a damaged entry warns
+    tempfile.tempdir = temporary  # Python would try the folder out with a file of its own, and a kill would leave that
     generator = random.Random(round)
     cache, programs = CubinCache(Path(root)), EntryStore(Path(root), "emulator")
     while True:

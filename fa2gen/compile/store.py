@@ -94,6 +94,7 @@ class EntryStore:
     def _lock(self, key: str, is_there: Callable[[], bool]) -> Iterator[None]:
         locks = self.root / "locks"
         with contextlib.suppress(OSError):
+            self.root.mkdir(mode=0o700, parents=True, exist_ok=True)  # somebody may have deleted the whole cache
             make_folder(locks)
         with build_lock(locks / f"{key}.lock", self._lock_seconds, is_there):
             yield
