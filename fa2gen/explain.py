@@ -24,6 +24,7 @@ from .roofline import (
 )
 from .spec import FwdConfig, KernelSpec
 from .tables import Match, TunedEntry, lookup
+from .tables.merge import is_current
 from .tables.store import cached_table, search_dirs, table_path
 from .tuning.model import Facts, Prediction, estimate_facts, predict
 from .tuning.shortlist import facts_of
@@ -352,8 +353,7 @@ def _measured(
                 continue
             known = facts if entry.config == config else None
             predicted = predict(spec, entry.config, entry.measurement.problem, gpu, known).ms
-            stale = entry.provenance.template_hash != template_hash(spec.kind, entry.config.family)
-            found.setdefault(entry.config, MeasuredTime(entry, stale, predicted))
+            found.setdefault(entry.config, MeasuredTime(entry, not is_current(entry, template_hash), predicted))
     return tuple(found.values())
 
 

@@ -109,12 +109,13 @@ class TileWork:
 def tile_work(spec: KernelSpec, config: FwdConfig, problem: Problem) -> TileWork:
     """What the query tiles of one head visit."""
     blocks = math.ceil(problem.seqlen_q / config.block_m)
+    if not spec.causal:
+        return TileWork(blocks, blocks * math.ceil(problem.seqlen_k / config.block_n), blocks * problem.seqlen_k)
     tiles = keys = 0
     for block in range(blocks):
-        visible = problem.seqlen_k
-        if spec.causal:
-            last_row = min(problem.seqlen_q, (block + 1) * config.block_m) - 1
-            visible = max(0, min(visible, last_row + 1 + problem.seqlen_k - problem.seqlen_q))
+        rows = min(problem.seqlen_q, (block + 1) * config.block_m)
+        # What the last of them sees.
+        visible = max(0, min(problem.seqlen_k, rows + problem.seqlen_k - problem.seqlen_q))
         visited = math.ceil(visible / config.block_n)
         tiles += visited
         keys += min(problem.seqlen_k, visited * config.block_n)

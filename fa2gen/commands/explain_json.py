@@ -10,7 +10,7 @@ from ..explain import Explanation, MeasuredTime
 from ..hardware import Gpu
 from ..roofline import Roofline, Traffic
 from ..spec import FwdConfig
-from ..tuning.model import MODEL_VERSION
+from ..tuning.model import MODEL_VERSION, validity
 
 
 def explanation_json(e: Explanation, *, list_excluded: bool = False) -> dict[str, Any]:
@@ -70,6 +70,7 @@ def explanation_json(e: Explanation, *, list_excluded: bool = False) -> dict[str
         },
         "prediction": {
             "model_version": MODEL_VERSION,
+            "validity": validity(e.gpu),
             "ms": e.prediction.ms if math.isfinite(e.prediction.ms) else None,
             "tflops": e.tflops,
             "limit": e.prediction.limit,

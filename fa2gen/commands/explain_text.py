@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from ..explain import Explanation, MeasuredTime
 from ..roofline import Traffic
-from ..tuning.model import MODEL_VERSION
+from ..tuning.model import MODEL_VERSION, validity
 
 WIDTH = 100
 _LABEL = 22
@@ -164,8 +164,7 @@ def _time(e: Explanation) -> Iterator[str]:
         for name, ms in sorted(prediction.shares.items(), key=lambda item: -item[1]):
             share = ms / prediction.ms
             yield f"  {'  ' + name + ' alone':<{_LABEL}}{_ms(ms):>10}{share:>6.0%}  {'#' * round(40 * share)}".rstrip()
-        fitted = "" if e.gpu.name == "h200" else f"; how well it carries over to {e.gpu.name} is not validated"
-        yield from _row("", f"by model {MODEL_VERSION}, fitted on an H200{fitted}")
+        yield from _row("model", f"{MODEL_VERSION}, {validity(e.gpu)}")
     for time in e.measured:
         yield from _row("measured", _measured(e, time))
     if not e.measured:

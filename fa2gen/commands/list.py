@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import textwrap
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ from ..spec import ALIGNMENTS, DTYPES, KINDS, MAX_GQA_RATIO, NATIVE_HEAD_DIMS, S
 from .options import gpu_option, json_option
 
 
-@click.group("list")
+@click.group("list", no_args_is_help=False)
 def command() -> None:
     """List the GPUs that fa2gen knows, or the kernels it can make.
 
@@ -33,7 +32,8 @@ def gpus(verbose: bool, as_json: bool) -> None:
     """List the GPUs that fa2gen knows, with their figures and what is tuned for them.
 
     TFLOP/s is the peak of mma.sync with 16-bit inputs and float32 sums at the maximum clock: what the sm80 kernels can
-    use. Tuned tables are measured on the chip, or predicted by the performance model.
+    use. Tables are measured on the chip or predicted by the performance model; stale entries were made with other
+    templates.
 
     \b
     Examples:
@@ -77,21 +77,27 @@ def _gpu_row(gpu: Gpu) -> dict[str, Any]:
 
 
 def _tables(gpu: Gpu) -> dict[str, int]:
-    """Tuned entries for a GPU, the user's and the package's: how many are measured and predicted."""
-    from ..tables.store import cached_table, search_dirs, table_path
+    """Tuned entries for a GPU in the package's and the user's tables together, one a kernel and size class.
 
-    kinds = {}
-    for root in reversed(search_dirs()):
-        for kind in KINDS:
-            table = cached_table(table_path(root, gpu.name, kind))
-            # The user's folder comes last here: of two entries with one key it is the one that is looked up.
-            kinds.update({entry.key: entry.measurement.kind for entry in (table.entries if table else ())})
-    counts = Counter(kinds.values())
-    return {"measured": counts["measured"], "predicted": counts["predicted"]}
+    ``stale`` ones, which are among the others, were made with other templates and have not passed the gate since.
+    """
+    from ..codegen import template_hash
+    from ..tables.merge import is_current, is_gated, merge_entries
+    from ..tables.store import cached_table, package_dir, table_path, user_dir
+
+    counts = {"measured": 0, "predicted": 0, "stale": 0}
+    for kind in KINDS:
+        tables = [cached_table(table_path(root, gpu.name, kind)) for root in (package_dir(), user_dir())]
+        package, user = (table.entries if table else () for table in tables)
+        for entry in merge_entries(package, user, template_hash=template_hash):
+            counts[entry.measurement.kind] += 1
+            counts["stale"] += not is_current(entry, template_hash) and not is_gated(entry, template_hash)
+    return counts
 
 
 def _tables_text(counts: dict[str, int]) -> str:
-    return ", ".join(f"{count} {kind}" for kind, count in counts.items() if count) or "none"
+    known = ", ".join(f"{counts[kind]} {kind}" for kind in ("measured", "predicted") if counts[kind]) or "none"
+    return f"{known} ({counts['stale']} stale)" if counts["stale"] else known
 
 
 # Kind -> config classes, one a family.

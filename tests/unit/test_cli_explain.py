@@ -45,11 +45,11 @@ def assert_one_line_error(result: Result, code: int, *words: str) -> None:
     assert all(word in line for word in words), line
 
 
-def save(kind: str, ms: float, spec: KernelSpec | None = None) -> None:
+def save(kind: str, ms: float, spec: KernelSpec | None = None, *, templates: str | None = None) -> None:
     spec, gpu = spec or KernelSpec(), get_gpu("a10")
     problem = Problem(8, 2048, 2048, 16, 16)
     provenance = Provenance(
-        template_hash("fwd", "sm80"), "13.0", "", 3, 2, "test", utc_now(),
+        templates or template_hash("fwd", "sm80"), "13.0", "", 3, 2, "test", utc_now(),
         model_version=None if kind == "measured" else "1",
     )  # fmt: skip
     measurement = Measurement(kind, ms, ms, ms, 9 * (kind == "measured"), "test", problem)
@@ -153,18 +153,21 @@ def test_list_gpus() -> None:
     (a10,) = (row for row in rows if row["name"] == "a10")
     assert (a10["compute_capability"], a10["num_sms"], a10["memory_gb"]) == ("8.6", 72, 24)
     assert a10["mma_tflops"] == pytest.approx(125, rel=1e-3)
-    assert a10["tables"] == {"measured": 1, "predicted": 1}
+    assert a10["tables"] == {"measured": 1, "predicted": 1, "stale": 0}
     assert all(row["source"] and row["device_names"] for row in rows)
     (h200,) = (row for row in rows if row["name"] == "h200")
     assert h200["tables"]["measured"] > 0
     text = run("list", "gpus").stdout.splitlines()
     assert len(text) == 1 + len(rows)
-    assert max(map(len, text)) <= 110
+    assert max(map(len, text)) <= 120
     (line,) = (line for line in text if line.startswith("a10 "))
     assert line.split()[1:8] == ["A10", "8.6", "72", "1.695", "24", "600", "6"]
     assert line.endswith("1 measured, 1 predicted")
     (line,) = (line for line in text if line.startswith("a40 "))
     assert line.endswith("none")
+    save("measured", 4.0, KernelSpec(dtype="fp16"), templates="0" * 16)
+    (line,) = (line for line in run("list", "gpus").stdout.splitlines() if line.startswith("a10 "))
+    assert line.endswith("2 measured, 1 predicted (1 stale)")
     assert all(row["source"] in run("list", "gpus", "--verbose").stdout for row in rows)
 
 
@@ -184,9 +187,7 @@ def test_list_kernels() -> None:
 
 
 def test_list_wants_to_know_what() -> None:
-    result = run("list")
-    assert result.exit_code == 2
-    assert "error: " in result.stderr
+    assert_one_line_error(run("list"), 2, "Missing command", "fa2gen list --help")
     assert_one_line_error(run("list", "chips"), 2, "chips", "fa2gen list --help")
 
 

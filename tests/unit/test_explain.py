@@ -286,8 +286,8 @@ def test_predicted_time_by_resource() -> None:
     text = explanation_text(e)
     for name in e.prediction.shares:
         assert f"{name} alone" in text
-    assert "not validated" in " ".join(text.split())
-    assert "not validated" not in explanation_text(explained(gpu=get_gpu("h200")))
+    assert "transfer to the A100 SXM4 80GB is unvalidated" in " ".join(text.split())
+    assert "unvalidated" not in explanation_text(explained(gpu=get_gpu("h200")))
 
 
 @pytest.mark.parametrize("gpu", ["a100", "rtx-4090", "h200", "b200"])
