@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from fa2gen.codegen import KernelSource
-from fa2gen.codegen.render import HOST_INCLUDE
+from fa2gen.codegen.render import HOST_INCLUDE, HOST_KEYWORDS
 from fa2gen.data import data_dir
 from fa2gen.launch import Launch
 from fa2gen.spec import FwdConfig, KernelSpec
@@ -57,12 +57,15 @@ def probe_source(bodies: Mapping[str, str], platform: str) -> KernelSource:
     body = "\n".join([_DECLARATIONS, *functions, *kernel, ""])
     root = data_dir("templates")
     types = (root / "common/types.cuh").read_text()
-    primitives = HOST_INCLUDE if platform == "host" else (root / "sm80/primitives.cuh").read_text()
+    if platform == "host":
+        headers = (HOST_KEYWORDS, types, HOST_INCLUDE)
+    else:
+        headers = (types, (root / "sm80/primitives.cuh").read_text())
     return KernelSource(
         spec=KernelSpec(),
         config=FwdConfig(),
         platform=platform,
-        text="\n".join((types, primitives, body)),
+        text="\n".join((*headers, body)),
         body=body,
         entry=ENTRY,
         num_threads=NUM_THREADS,

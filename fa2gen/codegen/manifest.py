@@ -25,6 +25,11 @@ def body_template(kind: str, family: str) -> str:
     return _entry(kind, family)[0]
 
 
+def body_headers(kind: str, family: str) -> tuple[str, ...]:
+    """Headers that a kernel's body includes, in that order."""
+    return _entry(kind, family)[1]
+
+
 def platform_headers(family: str) -> tuple[str, ...]:
     """Headers that precede the body on a GPU, relative to the templates folder."""
     return _PLATFORM_HEADERS[family]

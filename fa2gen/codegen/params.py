@@ -12,11 +12,12 @@ _TYPES = {"pointer": ("Q", 8), "i64": ("q", 8), "int": ("i", 4), "float": ("f", 
 
 @dataclass(frozen=True)
 class Field:
-    """One field: C++ type as kernel text writes it, name, and what it means."""
+    """One field: C++ type as kernel text writes it, name, what it means, and lines that head it and the next ones."""
 
     ctype: str
     name: str
     meaning: str
+    heading: tuple[str, ...] = ()
 
     @property
     def kind(self) -> str:
@@ -29,10 +30,12 @@ class ParamStruct:
 
     Attributes:
         name: C++ name.
+        comment: Comment lines above the declaration.
         fields: In order; fields of 8 bytes come before fields of 4, so that there is no padding inside.
     """
 
     name: str
+    comment: str
     fields: tuple[Field, ...]
 
     @cached_property
@@ -55,11 +58,12 @@ class ParamStruct:
         return {field.name: 0 if field.kind == "pointer" else None for field in self.fields}
 
     def declaration(self) -> str:
-        """The C++ declaration, one commented field a line."""
-        width = max(len(f"{field.ctype} {field.name};") for field in self.fields)
-        lines = [f"struct {self.name} {{"]
-        lines += [f"  {f'{field.ctype} {field.name};':<{width}}  // {field.meaning}" for field in self.fields]
-        lines += ["};", f'static_assert(sizeof({self.name}) == {self.size}, "the host packs {self.size} bytes");']
+        """The C++ declaration, one commented field a line, as clang-format leaves it."""
+        lines = [self.comment, "", f"struct {self.name} {{"]
+        for field in self.fields:
+            lines += [f"  // {line}" for line in field.heading]
+            lines.append(f"  {field.ctype} {field.name};  // {field.meaning}")
+        lines += ["};", f'static_assert(sizeof({self.name}) == {self.size}, "the host packs {self.size} bytes");', ""]
         return "\n".join(lines)
 
     def pack(self, **values: int | float) -> bytes:
@@ -77,40 +81,50 @@ class ParamStruct:
         return struct.pack(self.format, *merged.values())
 
 
-def _strides(tensor: str) -> tuple[Field, ...]:
+def _strides(tensor: str, heading: tuple[str, ...] = ()) -> tuple[Field, ...]:
     return tuple(
-        Field("i64", f"{tensor}_{axis}_stride", f"elements from one {meaning} of {tensor} to the next")
-        for axis, meaning in (("batch", "batch"), ("row", "row"), ("head", "head"))
+        Field("i64", f"{tensor}_{axis}_stride", f"elements from one {axis} of {tensor} to the next", heading * (not i))
+        for i, axis in enumerate(("batch", "row", "head"))
     )
 
 
 FWD_PARAMS = ParamStruct(
     "FwdParams",
+    "// ---- Parameters, passed by value",
     (
-        Field("gptr<const Element>", "q", "(batch, seqlen_q, num_heads, head_dim), any strides"),
-        Field("gptr<const Element>", "k", "(batch, seqlen_k, num_heads / kGqaRatio, head_dim), any strides"),
-        Field("gptr<const Element>", "v", "like k"),
-        Field("gptr<Element>", "o", "like q"),
-        Field("gptr<float>", "lse", "(batch, num_heads, seqlen_q), contiguous, natural log; or null"),
-        Field("gptr<u32>", "repairs", "guarded softmax: counts repeated steps, one per warp; or null"),
-        *_strides("q"),
+        Field("gptr<const Element>", "q", "(batch, seqlen_q, num_heads, head_dim)", ("Addresses on the GPU.",)),
+        Field("gptr<const Element>", "k", "(batch, seqlen_k, num_heads / gqa_ratio, head_dim)"),
+        Field("gptr<const Element>", "v", "(batch, seqlen_k, num_heads / gqa_ratio, head_dim)"),
+        Field("gptr<Element>", "o", "(batch, seqlen_q, num_heads, head_dim)"),
+        Field("gptr<float>", "softmax_lse", "(batch, num_heads, seqlen_q), contiguous, natural logarithm; may be null"),
+        Field("gptr<u32>", "repairs", "guarded softmax: each warp adds the number of its repeated steps; may be null"),
+        *_strides("q", ("A row is one query or key. An input's stride may be 0: that dimension is repeated.",)),
         *_strides("k"),
         *_strides("v"),
         *_strides("o"),
         # Uniform operands of the loop's adds. Multiplying the row stride there took some 20 instructions of 640 a tile;
         # without them, and with lane addresses kept, d 128 full went from 1.16 to 1.19 of FA2 (H200, geomean).
-        Field("i64", "k_pass_bytes", "bytes from row r of k to row r + kRowsPerPass"),
-        Field("i64", "v_pass_bytes", "likewise of v"),
-        Field("i64", "k_tile_bytes", "bytes from row r of k to row r + kBlockN"),
-        Field("i64", "v_tile_bytes", "likewise of v"),
-        Field("int", "batch", "at least 1"),
-        Field("int", "num_heads", "query heads"),
+        Field(
+            "i64",
+            "k_pass_bytes",
+            "(threads / 8) * k_row_stride * 2: bytes from one copy pass to the next",
+            ("Multiples of the row strides, so that the loop adds where it would multiply.",),
+        ),
+        Field("i64", "v_pass_bytes", "(threads / 8) * v_row_stride * 2"),
+        Field("i64", "k_tile_bytes", "block_n * k_row_stride * 2: bytes from one tile to the next"),
+        Field("i64", "v_tile_bytes", "block_n * v_row_stride * 2"),
+        Field("int", "batch", "at least 1", ("Sizes.",)),
+        Field("int", "num_heads", "query heads, at least 1"),
         Field("int", "seqlen_q", "at least 1"),
         Field("int", "seqlen_k", "may be 0"),
-        Field("int", "num_m_blocks", "ceil(seqlen_q / kBlockM)"),
-        Field("int", "heads_per_section", "heads whose K and V share L2 at a time (any number of at least 1 is right)"),
-        Field("float", "softmax_scale", "of the LSE; O uses scale_log2"),
-        Field("float", "scale_log2", "softmax_scale * log2(e), positive"),
+        Field("int", "num_m_blocks", "ceil(seqlen_q / block_m)"),
+        Field(
+            "int",
+            "heads_per_section",
+            "query heads whose K and V fit in half of L2; from 1 to batch * num_heads all are right",
+        ),
+        Field("float", "softmax_scale", "at least 0, usually 1 / sqrt(head_dim)"),
+        Field("float", "scale_log2", "softmax_scale * log2(e); where that is 0, a positive number as small as 2^-149"),
     ),
 )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,14 +12,25 @@ import jinja2
 from ..constraints import smem_plan
 from ..data import data_dir
 from ..errors import ArgumentError
+from ..hardware import arch_limits, supported_compute_capabilities
 from ..spec import FwdConfig, KernelSpec
-from .manifest import body_template, platform_headers
+from .lexer import TemplateError
+from .manifest import body_headers, body_template, platform_headers
 from .params import PARAMS
+from .prune import prune
 
 PLATFORMS = ("cuda", "host")
 
-# The emulator's header defines the primitives for g++; the types are the same file on both sides.
+# The emulator's headers give CUDA's keywords and define the primitives for g++; the types are the same file on both
+# sides and lie between the two.
+HOST_KEYWORDS = '#include "fa2gen_keywords.h"\n'
 HOST_INCLUDE = '#include "fa2gen_host.h"\n'
+
+# Stands for the kernel's name until the text is pruned, so that the parts of the text that do not depend on the config
+# are read once for all kernels.
+_NAME = "KERNEL_NAME"
+# Up to this many characters the kernel's name and its parameter fit one line of 120.
+_LONGEST_NAME_ON_A_LINE = 77
 
 
 @dataclass(frozen=True)
@@ -28,7 +40,7 @@ class KernelSource:
     Attributes:
         platform: ``"cuda"``: text is what nvcc compiles and what ``emit`` writes; it includes nothing. ``"host"``: text
             is what the emulator builds.
-        text: The whole translation unit: head comment, platform part, body.
+        text: The whole translation unit: head comment, platform part, body. Nothing in the CUDA text is without use.
         body: The kernel itself, equal byte for byte on both platforms.
         entry: Name of the ``extern "C"`` kernel.
         num_threads, smem_bytes: Launch rule: threads per block, bytes of dynamic shared memory.
@@ -50,18 +62,24 @@ def _environment() -> jinja2.Environment:
         loader=jinja2.FileSystemLoader(data_dir("templates")),
         undefined=jinja2.StrictUndefined,
         keep_trailing_newline=True,
+        trim_blocks=True,
         autoescape=False,
     )
+
+
+@functools.cache
+def _file(name: str) -> str:
+    return (data_dir("templates") / name).read_text(encoding="utf-8")
 
 
 def _literal(value: bool) -> str:
     return "true" if value else "false"
 
 
-def _constants(spec: KernelSpec, config: FwdConfig, entry: str) -> dict[str, Any]:
+def _constants(spec: KernelSpec, config: FwdConfig) -> dict[str, Any]:
     """Everything a body template may name."""
     return {
-        "entry": entry,
+        "entry": _NAME,
         "head_dim": spec.head_dim,
         "head_dim_padded": spec.native_head_dim,
         "element": spec.dtype,
@@ -91,6 +109,31 @@ def entry_name(spec: KernelSpec, config: FwdConfig) -> str:
     return f"fa2gen_{spec.slug()}_{config.slug()}"
 
 
+def full_parts(spec: KernelSpec, config: FwdConfig) -> list[str]:
+    """The kernel's CUDA text before anything is left out, without its head comment, cut into its subjects.
+
+    The platform's headers come first; the kernel is still called ``KERNEL_NAME``.
+    """
+    text = _environment().get_template(body_template(spec.kind, config.family)).render(_constants(spec, config))
+    parts = [_file(name) for name in platform_headers(config.family)]
+    for subject in (PARAMS[spec.kind].declaration(), *map(_file, body_headers(spec.kind, config.family))):
+        before, found, text = text.partition(subject)
+        if not found:
+            raise TemplateError(f"the kernel's template changes what it includes: {subject.splitlines()[0]}")
+        parts += [before, subject]
+    return [*parts, text]
+
+
+def _named(text: str, entry: str) -> str:
+    opened = f"{entry}(" if len(entry) <= _LONGEST_NAME_ON_A_LINE else f"{entry}(\n        "
+    return text.replace(f"{_NAME}(", opened)
+
+
+def join_parts(parts: Sequence[str]) -> str:
+    """Parts as one text, a blank line between them."""
+    return "\n".join(part for part in parts if part)
+
+
 @functools.lru_cache(maxsize=512)
 def render_kernel(spec: KernelSpec, config: FwdConfig, platform: str = "cuda") -> KernelSource:
     """Renders a kernel for nvcc (``"cuda"``) or for the emulator (``"host"``).
@@ -103,28 +146,18 @@ def render_kernel(spec: KernelSpec, config: FwdConfig, platform: str = "cuda") -
 
     Raises:
         ArgumentError: Unknown platform.
+        TemplateError: A template is not written as the pruning reads it.
     """
     if platform not in PLATFORMS:
         raise ArgumentError(f"platform must be one of {', '.join(PLATFORMS)}, got {platform!r}")
-    environment = _environment()
     entry = entry_name(spec, config)
-    constants = _constants(spec, config, entry)
-    body = environment.get_template(body_template(spec.kind, config.family)).render(constants)
-    root = data_dir("templates")
-    types, *primitives = ((root / name).read_text() for name in platform_headers(config.family))
+    headers = platform_headers(config.family)
+    parts = prune(full_parts(spec, config))
+    body = _named(join_parts(parts[len(headers) :]), entry)
     if platform == "cuda":
-        head = environment.get_template("kernels/head.j2").render(
-            **constants,
-            spec=spec,
-            config=config,
-            params=PARAMS[spec.kind],
-            num_threads=config.num_threads,
-            spec_text=_assignments(spec.canonical()),
-            config_text=_assignments(config.canonical()),
-        )
-        text = "\n".join((head, types, *primitives, body))
+        text = join_parts((head_comment(spec, config), *parts[: len(headers)], body))
     else:
-        text = "\n".join((types, HOST_INCLUDE, body))
+        text = join_parts((HOST_KEYWORDS, _file(headers[0]), HOST_INCLUDE, body))
     return KernelSource(
         spec=spec,
         config=config,
@@ -134,4 +167,28 @@ def render_kernel(spec: KernelSpec, config: FwdConfig, platform: str = "cuda") -
         entry=entry,
         num_threads=config.num_threads,
         smem_bytes=smem_plan(spec, config).total,
+    )
+
+
+def head_comment(spec: KernelSpec, config: FwdConfig) -> str:
+    """The comment that opens an emitted file."""
+    smem = smem_plan(spec, config)
+    chips = map(arch_limits, supported_compute_capabilities())
+    fits = [chip.target for chip in chips if smem.total <= chip.max_smem_per_block]
+    params = PARAMS[spec.kind]
+    return (
+        _environment()
+        .get_template("kernels/head.j2")
+        .render(
+            entry=entry_name(spec, config),
+            spec=spec,
+            config=config,
+            smem=smem,
+            tile_bytes=config.block_n * spec.native_head_dim * 2,
+            params=params,
+            fits=fits,
+            example_m_blocks=-(-4000 // config.block_m),
+            spec_text=_assignments(spec.canonical()),
+            config_text=_assignments(config.canonical()),
+        )
     )

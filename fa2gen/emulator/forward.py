@@ -74,7 +74,7 @@ def run_forward(
     buffers = [
         *(_tensor_buffer(name, t) for name, t in (("q", q), ("k", k), ("v", v))),
         output,
-        Buffer("lse", lse.reshape(-1).view(np.uint8), POINTERS.index("lse"), output=True),
+        Buffer("softmax_lse", lse.reshape(-1).view(np.uint8), POINTERS.index("softmax_lse"), output=True),
         Buffer("repairs", repairs.view(np.uint8), POINTERS.index("repairs")),
     ]
     counters = Counters()

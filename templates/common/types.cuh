@@ -1,11 +1,5 @@
-// Types that kernel text uses on both platforms: nvcc or NVRTC for a GPU, g++ for the emulator. Includes nothing.
-#ifndef __CUDACC__  // the CUDA keywords that kernel text may use mean nothing on the host
-#define __global__
-#define __device__
-#define __forceinline__ inline __attribute__((always_inline))
-#define __launch_bounds__(...)
-#define __grid_constant__
-#endif
+// ---- Types
+
 #define FUNC __device__ __forceinline__
 
 using u8 = unsigned char;
@@ -14,15 +8,17 @@ using u32 = unsigned int;
 using u64 = unsigned long long;
 using i64 = long long;
 
-// 16-bit elements carry bits only: arithmetic is done in float, after an explicit conversion.
+// bfloat16: bits only. Arithmetic is done in float, after an explicit conversion.
 struct bf16 {
   u16 bits;
 };
+
+// IEEE half precision: bits only. Arithmetic is done in float, after an explicit conversion.
 struct fp16 {
   u16 bits;
 };
 
-// Vectors that move in one access of 8 or 16 bytes.
+// Vectors that move in one access.
 struct alignas(8) u32x2 {
   u32 x, y;
 };
@@ -42,7 +38,8 @@ FUNC To bits_as(From from) {
 }
 
 // A global pointer with arithmetic but no dereference operator: memory is reached through ld_global, st_global,
-// cp_async16 and atomic_add only, and the compiler enforces it. Size and layout are those of a raw pointer.
+// cp_async16 and atomic_add only, and the compiler enforces it. Size and layout are those of a raw pointer, and that is
+// what the host passes.
 template <class T>
 struct gptr {
   T* address;

@@ -1,5 +1,7 @@
-// The two matrix products of one softmax step, per warp: kWarpRows query rows against kStepN keys. Warps split the rows
-// only (split-Q), so no warp ever needs another's result.
+// ---- The two matrix products of one softmax step
+//
+// Per warp: kWarpRows query rows against kStepN keys. Warps split the rows only (split-Q), so no warp ever needs
+// another's result.
 
 constexpr int kTilesM = kWarpRows / 16;  // m16 tiles of a warp's rows
 constexpr int kTilesS = kStepN / 8;  // n8 tiles of S
@@ -11,12 +13,15 @@ constexpr int kPanelQ = kBlockM * kPanelRowBytes;  // bytes between the panels o
 constexpr int kPanelKV = kBlockN * kPanelRowBytes;  // bytes between the panels of K and V
 constexpr int kRows16 = 16 * kPanelRowBytes;  // bytes between groups of 16 rows
 
+// Accumulators: [i][n][e] is row i * 16 + e / 2 * 8 + lane / 4 of the warp, column n * 8 + lane % 4 * 2 + e % 2.
 using ScoreTile = float[kTilesM][kTilesS][4];
 using OutputTile = float[kTilesM][kTilesO][4];
+
+// Operands of mma, 16-bit elements two by two.
 using ProbabilityFragments = u32[kStepsPV][kTilesM][4];
 using QueryFragments = u32[kQInRegs ? kStepsQK : 1][kTilesM][4];
 
-// A fragments of k step `k`; kept rows of Q are read from shared memory again in each step unless kQInRegs.
+// A fragments of Q for k step `k`.
 FUNC void load_query_fragments(u32 (&frag)[kTilesM][4], u32 lane_q, int k) {
 #pragma unroll
   for (int i = 0; i < kTilesM; i++) ldmatrix_x4(frag[i], (lane_q ^ (k % 4 * 32)) + k / 4 * kPanelQ + i * kRows16);

@@ -1,5 +1,7 @@
-// Which keys a row sees. Causal attention is aligned bottom-right: key j is visible to query i iff
-// j <= i + diagonal, with diagonal = seqlen_k - seqlen_q.
+// ---- Mask: which keys a row sees, which key blocks need one
+//
+// Query i sees key j iff j < seqlen_k and, with causal attention, j <= i + diagonal, diagonal = seqlen_k - seqlen_q:
+// the last query sees the last key (aligned bottom-right).
 
 // Sets the scores of invisible keys to -inf. `row` and `column` are the query and key of the warp's first score.
 FUNC void mask_scores(ScoreTile& acc_s, int row, int column, int seqlen_k, int diagonal) {
@@ -23,6 +25,7 @@ FUNC void mask_scores(ScoreTile& acc_s, int row, int column, int seqlen_k, int d
 struct KeyBlocks {
   int visible, whole;
 };
+
 FUNC KeyBlocks key_blocks(int row_0, int seqlen_k, int diagonal) {
   KeyBlocks blocks = {(seqlen_k + kBlockN - 1) / kBlockN, seqlen_k / kBlockN};
   if constexpr (kCausal) {

@@ -1,10 +1,10 @@
-// The sm_80 instructions that kernels use, one function each, as PTX. Needs no CUDA header, so nvcc and NVRTC both
-// take it. The emulator defines the same names on the host.
+// ---- Instructions: one function for each, as PTX, so no CUDA header is needed and nvcc and NVRTC both take this file
 //
 // Every access to memory is a volatile asm statement. The compiler keeps those in program order, so accesses need no
 // "memory" clobber among themselves; barriers, waits and asynchronous copies carry one all the same.
 
-// ---- Shared memory: addresses are 32-bit offsets in the shared window, never pointers.
+// Shared memory: addresses are 32-bit offsets in the shared window, never pointers. V has 2, 4, 8 or 16 bytes; the
+// address is a multiple of its size.
 
 // First byte of the block's dynamic shared memory.
 FUNC u32 smem_base() {
@@ -13,11 +13,12 @@ FUNC u32 smem_base() {
   asm("{ .reg .u64 t; cvta.to.shared.u64 t, %1; cvt.u32.u64 %0, t; }" : "=r"(address) : "l"(dynamic_smem));
   return address;
 }
-// These two name a region and a loop position in the emulator's reports; they compile to nothing here.
+
+// Labels for tools that run this text on a CPU, as fa2gen's emulator does: an area of shared memory (name, address,
+// bytes), and where the kernel is (name, index). They compile to nothing.
 FUNC void name_shared(const char*, u32, u32) {}
 FUNC void trace(const char*, int) {}
 
-// V has 2, 4, 8 or 16 bytes; address is a multiple of its size.
 template <class V>
 FUNC V ld_shared(u32 address) {
   static_assert(sizeof(V) == 2 || sizeof(V) == 4 || sizeof(V) == 8 || sizeof(V) == 16, "2, 4, 8 or 16 bytes");
@@ -57,7 +58,7 @@ FUNC void st_shared(u32 address, V value) {
   }
 }
 
-// ---- Global memory
+// Global memory: V has 2, 4, 8 or 16 bytes; the address is a multiple of its size.
 
 template <class V, class T>
 FUNC V ld_global(gptr<T> p) {
@@ -97,14 +98,18 @@ FUNC void st_global(gptr<T> p, V value) {
     asm volatile("st.global.b16 [%0], %1;" ::"l"(p.address), "h"(bits_as<u16>(value)));
   }
 }
-FUNC void atomic_add(gptr<float> p, float value) {
+template <class T>
+FUNC void atomic_add(gptr<T> p, T value);
+template <>
+FUNC void atomic_add<float>(gptr<float> p, float value) {
   asm volatile("red.global.add.f32 [%0], %1;" ::"l"(p.address), "f"(value));
 }
-FUNC void atomic_add(gptr<u32> p, u32 value) {
+template <>
+FUNC void atomic_add<u32>(gptr<u32> p, u32 value) {
   asm volatile("red.global.add.u32 [%0], %1;" ::"l"(p.address), "r"(value));
 }
 
-// ---- Asynchronous copies of 16 bytes from global to shared memory, past L1
+// Asynchronous copies of 16 bytes from global to shared memory, past L1.
 
 template <class T>
 FUNC void cp_async16(u32 dst, gptr<T> src) {
@@ -123,7 +128,7 @@ FUNC void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// ---- Barriers
+// Barriers.
 
 FUNC void sync_threads() { asm volatile("bar.sync 0;" ::: "memory"); }
 FUNC void sync_warp() { asm volatile("bar.warp.sync 0xffffffff;" ::: "memory"); }
@@ -131,7 +136,7 @@ FUNC void sync_warp() { asm volatile("bar.warp.sync 0xffffffff;" ::: "memory"); 
 FUNC void bar_sync(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 FUNC void bar_arrive(int id, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 
-// ---- Warp collectives: all 32 lanes, at one place in the text
+// Warp collectives: all 32 lanes, at one place in the text.
 
 template <class T>
 FUNC T shfl_xor(T value, int lane_mask) {
@@ -206,7 +211,7 @@ FUNC void mma_m16n8k16_init<fp16>(float (&d)[4], const u32 (&a)[4], u32 b0, u32 
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(0.f));
 }
 
-// ---- Arithmetic of one thread
+// Arithmetic of one thread.
 
 // x, but the compiler cannot see where it comes from: it keeps the value instead of computing it again in a loop.
 FUNC u32 opaque(u32 x) {

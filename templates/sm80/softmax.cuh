@@ -1,5 +1,7 @@
-// Softmax of one step. Exponents are in base 2: with c = softmax_scale * log2(e), p = 2^(s c - m c) is one FFMA and
-// one ex2. A row lives in the four lanes of a quad; its sum stays per lane until the epilogue.
+// ---- Softmax of one step
+//
+// Exponents are in base 2: with c = softmax_scale * log2(e), p = 2^(s c - m c) is one FFMA and one ex2. A row lives in
+// the four lanes of a quad; its sum stays per lane until the epilogue.
 
 // Beyond |m c| = 2^11 the FFMA's rounding of m c would show (2^-13 of p; at 10^11 it is thousands and p overflows), so
 // such rows take (s - m) c, whose error is relative to the difference. Logits of real models stay below 100.
@@ -9,30 +11,34 @@ constexpr float kLargeReference = 2048.f;
 // bf16 has float's exponent range, and 2^24 leaves V room up to 10^31.
 constexpr float kGuardLimit = kFp16 ? 32768.f : 16777216.f;
 
-struct RowState {
-  float max[kTilesM][2];  // reference m of each row, in raw scores; -inf until a key was seen
-  float sum[kTilesM][2];  // this lane's part of sum 2^(s c - m c)
-  float limit;  // guarded: step sums must stay below; -1 forces the exact path (a large reference)
+constexpr float kLn2 = 0.69314718f;
+
+// A thread keeps two rows of each m16 tile i: row i * 16 + r * 8 + lane / 4 of its warp.
+struct SoftmaxState {
+  float row_max[kTilesM][2];  // m: reference of each row, in raw scores; -inf until a key was seen
+  float row_sum[kTilesM][2];  // l: this lane's part of sum 2^(s c - m c)
+  float guard_limit;  // guarded softmax only: step sums must stay below; -1 forces the exact path (a large reference)
 };
 
 FUNC float quad_max(float v) {
   v = max_f32(v, shfl_xor(v, 1));
   return max_f32(v, shfl_xor(v, 2));
 }
+
 FUNC float quad_sum(float v) {
   v += shfl_xor(v, 1);
   return v + shfl_xor(v, 2);
 }
 
-FUNC void clear_rows(RowState& rows) {
+FUNC void clear_softmax(SoftmaxState& softmax) {
 #pragma unroll
   for (int i = 0; i < kTilesM; i++)
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      rows.max[i][r] = neg_inf();
-      rows.sum[i][r] = 0.f;
+      softmax.row_max[i][r] = neg_inf();
+      softmax.row_sum[i][r] = 0.f;
     }
-  rows.limit = kGuardLimit;
+  if constexpr (kGuarded) softmax.guard_limit = kGuardLimit;
 }
 
 // O *= alpha, row by row; skipped when no row of the warp got a new maximum.
@@ -49,8 +55,8 @@ FUNC void rescale_output(OutputTile& acc_o, const float (&alpha)[kTilesM][2]) {
       for (int e = 0; e < 4; e++) acc_o[i][n][e] *= alpha[i][e / 2];
 }
 
-// Online softmax: m' = max(m, rowmax S), alpha = 2^((m - m') c), sum = alpha sum + sum P, O = alpha O; acc_s becomes P.
-FUNC void online_softmax(ScoreTile& acc_s, OutputTile& acc_o, RowState& rows, float scale_log2) {
+// Online softmax: m' = max(m, rowmax S), alpha = 2^((m - m') c), l = alpha l + rowsum P, O = alpha O; acc_s becomes P.
+FUNC void online_softmax(ScoreTile& acc_s, OutputTile& acc_o, SoftmaxState& softmax, float scale_log2) {
   float alpha[kTilesM][2], reference[kTilesM][2];
   bool large = false;
 #pragma unroll
@@ -61,13 +67,13 @@ FUNC void online_softmax(ScoreTile& acc_s, OutputTile& acc_o, RowState& rows, fl
 #pragma unroll
       for (int n = 1; n < kTilesS; n++)
         step_max = max_f32(step_max, max_f32(acc_s[i][n][2 * r], acc_s[i][n][2 * r + 1]));
-      const float old_max = rows.max[i][r];
+      const float old_max = softmax.row_max[i][r];
       const float new_max = max_f32(old_max, quad_max(step_max));
       // A row that has seen no key yet: any finite reference gives 2^-inf = 0 where -inf - -inf would give NaN.
       reference[i][r] = new_max == neg_inf() ? 0.f : new_max;
       alpha[i][r] = ex2((old_max - reference[i][r]) * scale_log2);
-      rows.max[i][r] = new_max;
-      rows.sum[i][r] *= alpha[i][r];
+      softmax.row_max[i][r] = new_max;
+      softmax.row_sum[i][r] *= alpha[i][r];
       large = large || abs_f32(reference[i][r] * scale_log2) > kLargeReference;
     }
   if (any_lane(large)) {
@@ -91,20 +97,20 @@ FUNC void online_softmax(ScoreTile& acc_s, OutputTile& acc_o, RowState& rows, fl
 #pragma unroll
     for (int n = 0; n < kTilesS; n++)
 #pragma unroll
-      for (int e = 0; e < 4; e++) rows.sum[i][e / 2] += acc_s[i][n][e];
-  rows.limit = large ? -1.f : kGuardLimit;
+      for (int e = 0; e < 4; e++) softmax.row_sum[i][e / 2] += acc_s[i][n][e];
+  if constexpr (kGuarded) softmax.guard_limit = large ? -1.f : kGuardLimit;
   rescale_output(acc_o, alpha);
 }
 
 // Guarded softmax: the rows' reference is kept, so there is no maximum, no shuffle and no rescale. Returns false for
 // the whole warp if some lane's sum of this step left its range (or is NaN, or its reference is large or missing): then
 // acc_s is of no use and nothing else was changed.
-FUNC bool guarded_softmax(ScoreTile& acc_s, RowState& rows, float scale_log2) {
+FUNC bool guarded_softmax(ScoreTile& acc_s, SoftmaxState& softmax, float scale_log2) {
   float reference[kTilesM][2], step_sum[kTilesM][2];
 #pragma unroll
   for (int i = 0; i < kTilesM; i++)
 #pragma unroll
-    for (int r = 0; r < 2; r++) reference[i][r] = rows.max[i][r] * scale_log2;
+    for (int r = 0; r < 2; r++) reference[i][r] = softmax.row_max[i][r] * scale_log2;
 #pragma unroll
   for (int n = 0; n < kTilesS; n++)
 #pragma unroll
@@ -116,11 +122,12 @@ FUNC bool guarded_softmax(ScoreTile& acc_s, RowState& rows, float scale_log2) {
       }
   bool proved = true;
 #pragma unroll
-  for (int i = 0; i < kTilesM; i++) proved = proved && step_sum[i][0] < rows.limit && step_sum[i][1] < rows.limit;
+  for (int i = 0; i < kTilesM; i++)
+    proved = proved && step_sum[i][0] < softmax.guard_limit && step_sum[i][1] < softmax.guard_limit;
   if (!all_lanes(proved)) return false;
 #pragma unroll
   for (int i = 0; i < kTilesM; i++)
 #pragma unroll
-    for (int r = 0; r < 2; r++) rows.sum[i][r] += step_sum[i][r];
+    for (int r = 0; r < 2; r++) softmax.row_sum[i][r] += step_sum[i][r];
   return true;
 }

@@ -1,4 +1,4 @@
-// Tiles in shared memory: where an element lies, how a tile arrives from global memory, how rows leave.
+// ---- Tiles in shared memory: where an element lies, how a tile arrives from global memory, how rows leave
 //
 // A tile of R rows is kHeadDimPadded / 64 panels; a panel is R rows of 128 bytes (64 columns). Inside a panel the index
 // of a 16-byte chunk is XORed with the row, so that the 8 rows of one chunk column lie in 8 different bank groups:
@@ -12,15 +12,15 @@ constexpr int kChunks = (kHeadDim + 15) / 16 * 2;  // 16-byte chunks of a row th
 // Byte offset of a chunk (0 to 7) of a row inside a panel.
 FUNC u32 swizzled(int row, int chunk) { return row * kPanelRowBytes + ((chunk ^ (row & 7)) * 16); }
 
-// Lane addresses for ldmatrix.x4, chunk 0 of row 0 of the tile's first panel. Going k steps of 16 columns to the right
-// inside a panel is XOR k * 32, because a chunk index is XORed with the row only.
-//   row_major: 16 rows x 16 columns; A operand (Q) and, transposed, the B operand of P V.
-//   column_pairs: 16 rows = 16 columns of the B operand of Q K^T; registers 0, 1 are keys 0 to 7, registers 2, 3 keys 8
-//   to 15.
+// Lane address for ldmatrix.x4 of 16 rows x 16 columns at the tile's first row and column: the A operand (Q) and,
+// transposed, the B operand of P V. Going k steps of 16 columns to the right inside a panel is XOR k * 32, because a
+// chunk index is XORed with the row only.
 FUNC u32 lane_row_major(u32 tile) {
   const int lane = threadIdx.x % 32;
   return tile + swizzled(lane % 16, lane / 16);
 }
+
+// Likewise for the B operand of Q K^T: registers 0 and 1 are keys 0 to 7, registers 2 and 3 keys 8 to 15.
 FUNC u32 lane_column_pairs(u32 tile) {
   const int lane = threadIdx.x % 32;
   return tile + swizzled(lane % 8 + lane / 16 * 8, lane / 8 % 2);
@@ -29,7 +29,9 @@ FUNC u32 lane_column_pairs(u32 tile) {
 // Copies one 16-byte chunk of a row (8 elements from column chunk * 8) to shared memory; columns from kHeadDim on and
 // rows that are not valid become zero, and their address is not read. A chunk that no product reads is left alone.
 FUNC void load_chunk(u32 destination, gptr<const Element> source, int chunk, bool valid) {
-  if (kHeadDim < kHeadDimPadded && chunk >= kChunks) return;
+  if constexpr (kHeadDim < kHeadDimPadded) {
+    if (chunk >= kChunks) return;
+  }
   if constexpr (kVectorBytes == 16) {
     const bool inside = valid && (kHeadDim == kHeadDimPadded || chunk * 8 < kHeadDim);
     cp_async16(destination, source, inside ? 16 : 0);

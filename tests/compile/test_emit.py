@@ -85,7 +85,7 @@ static void attend(struct FwdParams p, int bf16, int gqa, int dropped) {
     }
     for (int c = 0; c < d; c++)
       store(p.o, b * p.o_batch_stride + i * p.o_row_stride + h * p.o_head_stride + c, bf16, visible ? o[c] / sum : 0);
-    ((float*)p.lse)[(b * p.num_heads + h) * (int64_t)p.seqlen_q + i] = log(sum);
+    ((float*)p.softmax_lse)[(b * p.num_heads + h) * (int64_t)p.seqlen_q + i] = log(sum);
   }
   free(w), free(o);
 }
@@ -246,7 +246,7 @@ def test_example_launches_what_fa2gen_would(manifest: dict[str, Any], launches: 
         given = struct.unpack(FWD_PARAMS.format, bytes.fromhex(params))
         expected = struct.unpack(FWD_PARAMS.format, launch.params)
         pointers = dict(zip(POINTERS, given, strict=False))
-        assert all(pointers[name] for name in ("q", "k", "v", "o", "lse"))
+        assert all(pointers[name] for name in ("q", "k", "v", "o", "softmax_lse"))
         assert pointers["repairs"] == 0
         assert given[len(POINTERS) :] == expected[len(POINTERS) :]
 

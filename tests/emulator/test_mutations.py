@@ -22,7 +22,7 @@ FULL = dataclasses.replace(CAUSAL, causal=False)
 # name: (text, replacement, what must be reported: any of these diagnostics, or wrong numbers)
 MUTATIONS = {
     "no wait for K and V": (
-        "cp_async_wait<kNumStages - 2>();\n      sync_threads();",
+        "cp_async_wait<kNumStages - 2>();\n    sync_threads();",
         "sync_threads();",
         {"cp-async-not-waited", "cp-async-overwrite"},
     ),
@@ -42,8 +42,8 @@ MUTATIONS = {
         {"cp-async-overwrite", "cp-async-not-waited", "shared-race-write-after-read", "shared-race-read-after-write"},
     ),
     "no commit in the loop": (
-        "        load_v(next, false);\n      }\n      cp_async_commit();",
-        "        load_v(next, false);\n      }",
+        "      load_v(next, false);\n    }\n    cp_async_commit();",
+        "      load_v(next, false);\n    }",
         {"cp-async-not-waited", "cp-async-overwrite", "cp-async-left-at-exit"},
     ),
     "no sync_warp before O is stored": (
@@ -97,13 +97,13 @@ MUTATIONS = {
         {NUMBERS},
     ),
     "only the upper rows are guarded": (
-        "step_sum[i][0] < rows.limit && step_sum[i][1] < rows.limit",
-        "step_sum[i][0] < rows.limit",
+        "step_sum[i][0] < softmax.guard_limit && step_sum[i][1] < softmax.guard_limit",
+        "step_sum[i][0] < softmax.guard_limit",
         {NUMBERS},
     ),
     "only the lower rows are guarded": (
-        "step_sum[i][0] < rows.limit && step_sum[i][1] < rows.limit",
-        "step_sum[i][1] < rows.limit",
+        "step_sum[i][0] < softmax.guard_limit && step_sum[i][1] < softmax.guard_limit",
+        "step_sum[i][1] < softmax.guard_limit",
         {NUMBERS},
     ),
     "only one lane is asked": (
@@ -112,12 +112,12 @@ MUTATIONS = {
         {NUMBERS},
     ),
     "large references are guarded": (
-        "rows.limit = large ? -1.f : kGuardLimit;",
-        "rows.limit = kGuardLimit;",
+        "softmax.guard_limit = large ? -1.f : kGuardLimit;",
+        "softmax.guard_limit = kGuardLimit;",
         {NUMBERS},
     ),
     "a repair keeps the weights that failed": (
-        "still in shared memory\n        gemm_qk(acc_s, frag_q, lane_q, lane_k);",
+        "still in shared memory\n      gemm_qk(acc_s, frag_q, lane_q, lane_k);",
         "still in shared memory",
         {NUMBERS},
     ),
@@ -141,7 +141,7 @@ MUTATIONS = {
         {NUMBERS},
     ),
     "O is not rescaled": ("  rescale_output(acc_o, alpha);\n", "", {NUMBERS}),
-    "the sum is not rescaled": ("      rows.sum[i][r] *= alpha[i][r];\n", "", {NUMBERS}),
+    "the sum is not rescaled": ("      softmax.row_sum[i][r] *= alpha[i][r];\n", "", {NUMBERS}),
     "the guard never fires": ("  if (!all_lanes(proved)) return false;\n", "", {NUMBERS}),
     "swizzle on one side only": (
         "return tile + swizzled(lane % 8 + lane / 16 * 8, lane / 8 % 2);",
@@ -153,7 +153,11 @@ MUTATIONS = {
         "const int head_k = work.head % (p.num_heads / kGqaRatio);",
         {NUMBERS},
     ),
-    "LSE in a slightly wrong base": ("lg2(sum) * 0.69314718f", "lg2(sum) * 0.6933f", {NUMBERS}),
+    "LSE in a slightly wrong base": (
+        "constexpr float kLn2 = 0.69314718f;",
+        "constexpr float kLn2 = 0.6933f;",
+        {NUMBERS},
+    ),
     "large references use the fused formula": (
         "constexpr float kLargeReference = 2048.f;",
         "constexpr float kLargeReference = 1e30f;",
@@ -187,14 +191,14 @@ OTHER_MUTATIONS = {
     "one stage: no wait for K": (
         CAUSAL,
         ONE_STAGE,
-        "cp_async_wait<0>();\n      sync_threads();  // K",
+        "cp_async_wait<0>();\n    sync_threads();  // K",
         "sync_threads();  // K",
         NOT_WAITED | RACES,
     ),
     "one stage: no wait for V": (
         CAUSAL,
         ONE_STAGE,
-        "cp_async_wait<0>();\n        sync_threads();  // V",
+        "cp_async_wait<0>();\n      sync_threads();  // V",
         "sync_threads();  // V",
         NOT_WAITED | RACES,
     ),
@@ -205,7 +209,7 @@ OTHER_MUTATIONS = {
         "if (active) sync_threads();  // V",
         {"deadlock", "barrier-site"} | RACES,
     ),
-    "Q in registers: no sync_warp": (CAUSAL, RING, "    sync_warp();\n    if (blocks", "    if (blocks", RACES),
+    "Q in registers: no sync_warp": (CAUSAL, RING, "  sync_warp();\n  if (blocks", "  if (blocks", RACES),
     "Q in registers: a wait too weak": (
         CAUSAL,
         RING,

@@ -89,7 +89,7 @@ def test_a_launch_carries_the_call(device: FakeDevice) -> None:
     assert block == (config.num_threads, 1, 1)
     assert stream == 1234
     values = _unpacked(params)
-    pointers = [values[name] for name in ("q", "k", "v", "o", "lse", "repairs")]
+    pointers = [values[name] for name in ("q", "k", "v", "o", "softmax_lse", "repairs")]
     assert pointers == [x.data_ptr() for x in (q, k, v, out, lse)] + [0]
     assert (values["q_batch_stride"], values["q_row_stride"], values["q_head_stride"]) == q.stride()[:3]
     assert (values["o_batch_stride"], values["o_row_stride"], values["o_head_stride"]) == out.stride()[:3]
@@ -101,7 +101,7 @@ def test_a_launch_carries_the_call(device: FakeDevice) -> None:
 def test_no_lse_is_allocated_that_nobody_asked_for(device: FakeDevice) -> None:
     out = attention(*_inputs())
     assert isinstance(out, Tensor)
-    assert _unpacked(device.launches[0][2])["lse"] == 0
+    assert _unpacked(device.launches[0][2])["softmax_lse"] == 0
 
 
 def test_a_warm_call_only_launches(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,8 +56,10 @@ inline void st_global(gptr<T> p, V value, EMULATOR_SITE) {
   static_assert(sizeof(V) == 2 || sizeof(V) == 4 || sizeof(V) == 8 || sizeof(V) == 16, "2, 4, 8 or 16 bytes");
   __builtin_memcpy(emulator::write_global(p.address, sizeof(V), site), &value, sizeof(V));
 }
-inline void atomic_add(gptr<float> p, float value, EMULATOR_SITE) { emulator::atomic_add(p.address, value, site); }
-inline void atomic_add(gptr<u32> p, u32 value, EMULATOR_SITE) { emulator::atomic_add(p.address, value, site); }
+template <class T>
+inline void atomic_add(gptr<T> p, T value, EMULATOR_SITE) {
+  emulator::atomic_add(p.address, value, site);
+}
 
 // ---- Asynchronous copies
 

@@ -1,0 +1,308 @@
+"""Leaves out of kernel text what the kernel does not reach, so that an emitted file can be read from top to bottom.
+
+Text is read as a list of top-level items: functions, templates with their specialisations, structs, aliases, constants,
+macros, assertions. An item stays if the kernel names it, directly or through items that stay. Branches of
+``if constexpr`` that the file's own constants decide are folded first (:mod:`fa2gen.codegen.fold`), so what only a dead
+branch uses goes as well. Comments go with what they explain:
+
+* one that touches an item from above, or follows it on its line, belongs to the item;
+* the first one of a part that is followed by a blank line heads the part, every later one a section of it: it stays
+  while something under it does.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from .evaluate import Constant, evaluate
+from .fold import constexpr_conditions, fold
+from .lexer import Code, TemplateError
+
+_ATTRIBUTES = ("alignas", "__align__", "__attribute__", "__launch_bounds__")
+_TYPES = ("struct", "class", "union", "enum")
+_BUILT_IN = ("float", "int", "bool", "char", "double")
+
+
+@dataclass(frozen=True, eq=False)
+class Item:
+    """One top-level item, or a comment that heads what follows.
+
+    Attributes:
+        code: Its text with the comments that belong to it.
+        spaced: A blank line precedes it.
+        names: What it declares; empty for assertions and headings.
+        special: The template argument that an explicit specialisation is for.
+        kind: ``"kernel"``, ``"assertion"``, ``"heading"`` or ``"declaration"``.
+        references: (name, template argument or None) of everything it mentions.
+    """
+
+    code: Code
+    spaced: bool
+    names: tuple[str, ...]
+    special: str | None
+    kind: str
+    references: frozenset[tuple[str, str | None]]
+    conditions: tuple[str, ...]
+
+
+@functools.lru_cache(maxsize=256)
+def parse(text: str) -> tuple[Item, ...]:
+    """The items of a text.
+
+    Raises:
+        TemplateError: Something at the top level is none of the known items.
+    """
+    code = Code(text)
+    items: list[Item] = []
+    index, previous_end = 0, 0
+    while index < len(code):
+        first = index
+        # Comments of one block: no blank line between them.
+        while code.kinds[index] == "comment":
+            index += 1
+            if index == len(code) or _blank_line(text, code.ends[index - 1], code.starts[index]):
+                break
+        is_heading = index > first and (
+            index == len(code) or _blank_line(text, code.ends[index - 1], code.starts[index])
+        )
+        if not is_heading:
+            index = _item_end(code, index)
+            # A comment on the item's last line is its own.
+            if index < len(code) and code.kinds[index] == "comment":
+                index += "\n" not in text[code.ends[index - 1] : code.starts[index]]
+        start = code.starts[first]
+        items.append(_item(code.part(first, index), _blank_line(text, previous_end, start), is_heading))
+        previous_end = code.ends[index - 1]
+    return tuple(items)
+
+
+def _blank_line(text: str, start: int, end: int) -> bool:
+    return text.count("\n", start, end) > 1
+
+
+def _item_end(code: Code, index: int) -> int:
+    """First token after the item whose first token is given."""
+    if code.kinds[index] == "directive":
+        if code.source(index)[1:].split()[:1] != ["define"]:
+            raise code.error(code.starts[index], "at the top level, #define is the only directive that is understood")
+        return index + 1
+    at, has_parameters, has_value = index, False, False
+    if code.word(at) == "template":
+        at = code.close_angle(at + 1) + 1
+    is_type = code.word(at) in _TYPES
+    while at < len(code):
+        word = code.word(at)
+        if word == ";":
+            return at + 1
+        has_value = has_value or word == "="
+        has_parameters = has_parameters or (word == "(" and code.word(at - 1) not in _ATTRIBUTES)
+        at = code.after(at)
+        if word == "{" and has_parameters and not has_value and not is_type:
+            return at
+    raise code.error(code.starts[index], "an item without an end")
+
+
+def _item(code: Code, spaced: bool, is_heading: bool) -> Item:
+    if is_heading:
+        return Item(code, spaced, (), None, "heading", frozenset(), ())
+    first = code.skip_comments(0)
+    kind, special = "declaration", None
+    names: tuple[str, ...] = ()
+    if code.kinds[first] == "directive":
+        macro = Code(code.source(first).split("define", 1)[1].replace("\\\n", "\n"))
+        return Item(code, spaced, (macro.word(0),), None, kind, _references(macro, (macro.word(0),)), ())
+    parameters: frozenset[str] = frozenset()
+    if code.word(first) == "template":
+        closed = code.close_angle(first + 1)
+        parameters = frozenset(
+            code.word(i) for i in range(first, closed) if code.word(i + 1) in (",", ">", "=") and code.word(i)
+        )
+        first = closed + 1
+    if code.word(first) == "static_assert":
+        kind = "assertion"
+    elif code.word(first) == "using":
+        names = (code.word(first + 1),)
+    elif code.word(first) in _TYPES:
+        names, special = _type_name(code, first + 1)
+    else:
+        names, special, is_function = _declared(code, first)
+        kind = "kernel" if is_function and "__global__" in code.words else kind
+    if kind != "assertion" and not (names and all(name.isidentifier() for name in names)):
+        raise code.error(code.starts[first], "an item whose name is not found")
+    return Item(code, spaced, names, special, kind, _references(code, names, parameters), constexpr_conditions(code))
+
+
+def _type_name(code: Code, at: int) -> tuple[tuple[str, ...], str | None]:
+    while code.word(at) in _ATTRIBUTES:
+        at = code.partner[at + 1] + 1
+    special = None
+    if code.word(at + 1) == "<":
+        special = "".join(map(code.word, range(at + 2, code.close_angle(at + 1))))
+    return (code.word(at),), special
+
+
+def _declared(code: Code, at: int) -> tuple[tuple[str, ...], str | None, bool]:
+    """Names of a function or of variables, the specialisation's argument, and whether it is a function."""
+    names: list[str] = []
+    while at < len(code):
+        word = code.word(at)
+        if word == "=":
+            before = at - 1
+            while code.word(before) == "]":
+                before = code.partner[before] - 1
+            names.append(code.word(before))
+        elif word == "(" and not names and code.word(at - 1) not in _ATTRIBUTES:
+            return *_function_name(code, at - 1), True
+        at = code.after(at)
+    return tuple(names), None, False
+
+
+def _function_name(code: Code, at: int) -> tuple[tuple[str, ...], str | None]:
+    if code.word(at) != ">":
+        return (code.word(at),), None
+    opened = at
+    while code.word(opened) != "<":
+        opened -= 1
+    return (code.word(opened - 1),), "".join(map(code.word, range(opened + 1, at)))
+
+
+def _references(
+    code: Code, own: Iterable[str], parameters: frozenset[str] = frozenset()
+) -> frozenset[tuple[str, str | None]]:
+    """What an item mentions: (name, argument); the argument where one name is given, and no template parameter."""
+    found = set()
+    for index, name in enumerate(code.words):
+        if code.kinds[index] != "name" or name in own or code.word(index - 1) in (".", "->"):
+            continue
+        argument = None
+        if code.word(index + 1) == "<" and code.word(index + 3) == ">" and code.word(index + 2) not in parameters:
+            argument = code.word(index + 2)
+        found.add((name, argument))
+    return frozenset(found)
+
+
+@functools.lru_cache(maxsize=4096)
+def _folded(item: Item, values: tuple[Constant | None, ...]) -> Item:
+    known = {name: value for name, value in zip(item.conditions, values, strict=True) if value is not None}
+    text = fold(item.code, known)
+    return item if text == item.code.text else _item(Code(text), item.spaced, False)
+
+
+def _fold_all(parts: Sequence[Sequence[Item]]) -> list[list[Item]]:
+    """Items with their decided branches folded; constants are known from where they are defined on."""
+    known: dict[str, Constant] = {}
+    result = []
+    for part in parts:
+        folded = []
+        for item in part:
+            if item.conditions:
+                item = _folded(item, tuple(known.get(name) for name in item.conditions))
+            elif item.kind == "declaration" and "constexpr" in item.code.words:
+                known |= _constants(item, known)
+            folded.append(item)
+        result.append(folded)
+    return result
+
+
+def _constants(item: Item, known: Mapping[str, Constant]) -> dict[str, Constant]:
+    """Integers and booleans that an item defines."""
+    code = item.code
+    found: dict[str, Constant] = {}
+    for index in range(len(code)):
+        if code.word(index) != "=" or code.word(index - 1) not in item.names:
+            continue
+        end = index + 1
+        while code.word(end) not in (",", ";"):
+            end = code.after(end)
+        value = evaluate([code.word(i) for i in range(index + 1, end)], {**known, **found})
+        if value is not None:
+            found[code.word(index - 1)] = value
+    return found
+
+
+def _reached(items: Sequence[Item]) -> set[Item]:
+    """Items that the kernels name, directly or through others; with the assertions about them."""
+    declared: dict[str, list[Item]] = {}
+    aliases: dict[str, str] = {}
+    known_types = set(_BUILT_IN)
+    for item in items:
+        for name in item.names:
+            declared.setdefault(name, []).append(item)
+        words = [word for word in item.code.words[:8] if word]
+        if words[:1] == ["using"] and len(words) == 5:
+            aliases[words[1]] = words[3]
+        if words[:1] and words[0] in (*_TYPES, "using"):
+            known_types |= set(item.names)
+
+    def mentioned(item: Item) -> list[Item]:
+        found = []
+        for name, argument in item.references:
+            actual = argument
+            while actual in aliases:
+                actual = aliases[actual]
+            certain = actual if actual in known_types else None
+            found += [
+                other
+                for other in declared.get(name, ())
+                if other.special is None or certain is None or other.special == certain
+            ]
+        return found
+
+    reached: set[Item] = set()
+    waiting = [item for item in items if item.kind == "kernel"]
+    if not waiting:
+        raise TemplateError("kernel text without a __global__ function")
+    assertions = [item for item in items if item.kind == "assertion"]
+    while waiting:
+        while waiting:
+            item = waiting.pop()
+            if item not in reached:
+                reached.add(item)
+                waiting += mentioned(item)
+        waiting = [item for item in assertions if item not in reached and reached.intersection(mentioned(item))]
+    return reached
+
+
+def prune(parts: Sequence[str]) -> list[str]:
+    """Leaves out what no ``__global__`` function of the text reaches.
+
+    Args:
+        parts: The text in order, cut where a new subject begins: a part's first heading stands over all of it.
+
+    Returns:
+        The parts in the same order, each empty or with one newline at its end.
+
+    Raises:
+        TemplateError: The text holds something that this module does not understand; nothing passes unpruned.
+    """
+    parsed = _fold_all([parse(part) for part in parts])
+    reached = _reached([item for part in parsed for item in part])
+    return [_text(part, reached) for part in parsed]
+
+
+def _text(part: Sequence[Item], reached: set[Item]) -> str:
+    kept: list[Item] = []
+    heading: Item | None = None
+    text, spaced, title = "", False, None
+    for index, item in enumerate(part):
+        spaced = spaced or item.spaced
+        if item.kind == "heading":
+            if index == 0:
+                title = item
+            else:
+                heading = item
+            spaced = True
+            continue
+        if item not in reached:
+            continue
+        for above in (title, heading):
+            if above is not None:
+                text += ("\n" if text else "") + above.code.text + "\n"
+                spaced = True
+        title = heading = None
+        text += ("\n" if spaced and text else "") + item.code.text + "\n"
+        kept.append(item)
+        spaced = False
+    return text
