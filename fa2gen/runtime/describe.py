@@ -13,6 +13,8 @@ from .dispatch import emulated_config
 from .plan import device_gpu, kernel_state, match_config
 from .request import Request, read_request
 
+_KNOWN = {"measured": "measured", "predicted": "predicted by the performance model, not measured"}
+
 
 @dataclass(frozen=True)
 class Description:
@@ -27,7 +29,9 @@ class Description:
             why there is none.
         known: ``"measured"`` or ``"predicted"``: what the table's entry rests on; None where there is no entry.
         entry: The table entry's GPU, spec and bucket; None where there is none.
-        stale: Nearer entries were passed over, because the templates have changed since they were made.
+        stale: The templates have changed since the entry was made (``gated``), or since nearer ones were, which were
+            passed over.
+        gated: The entry itself is stale, and its config passed the gate again with today's templates.
         gpu: Slug of the GPU; None off it.
         target: What the kernel is compiled for; None where nothing is compiled.
         state: ``"loaded"``, ``"compiled"`` (in the cache on disk), ``"not compiled"``; None where nothing is compiled.
@@ -43,6 +47,7 @@ class Description:
     known: str | None = None
     entry: str | None = None
     stale: bool = False
+    gated: bool = False
     gpu: str | None = None
     target: str | None = None
     state: str | None = None
@@ -55,9 +60,11 @@ class Description:
         lines += [f"spec     {self.spec.slug()}", f"problem  {sizes}"]
         lines.append(f"config   {self.config.slug() if self.config else 'none'} ({self.source})")
         if self.entry is not None:
-            lines.append(f"entry    {self.entry}, {self.known}")
-        if self.stale:
-            lines.append("         nearer entries are stale: the templates have changed since")
+            lines.append(f"entry    {self.entry}, {_KNOWN[str(self.known)]}")
+        if self.gated:
+            lines.append("         stale, passed the gate again: its time is that of earlier templates")
+        elif self.stale:
+            lines.append("         nearer entries are stale: the templates have changed since (fa2gen table check)")
         lines.append(f"softmax  {self.softmax}")
         if self.target is not None:
             lines.append(f"kernel   {self.target}" + (f", {self.state}" if self.state else ""))
@@ -108,6 +115,7 @@ def describe_request(request: Request, config: FwdConfig | None) -> Description:
         known=None if entry is None else entry.measurement.kind,
         entry=None if entry is None else f"{match.gpu} {entry.spec.slug()} {entry.bucket.label()}",
         stale=match.stale,
+        gated=match.gated,
         gpu=gpu.name,
         target=gpu.target,
         state=kernel_state(spec, match.config, index),

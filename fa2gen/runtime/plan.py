@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 import threading
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -34,6 +35,8 @@ PLANS: dict[tuple[Any, ...], Plan] = {}
 MAX_PLANS = 4096
 
 _gpus: dict[int, Gpu] = {}
+# GPUs whose stale tables a warning has named.
+_warned: set[str] = set()
 _matches: dict[tuple[KernelSpec, Bucket, int], Match] = {}
 _kernels: dict[tuple[KernelSpec, FwdConfig, int], LoadedKernel] = {}
 _build_lock = threading.RLock()
@@ -46,6 +49,7 @@ def reset() -> None:
     """Forget plans, table look-ups and loaded kernels: after tuning in this process, or to free device memory."""
     for remembered in (PLANS, _matches, _kernels):
         remembered.clear()
+    _warned.clear()
 
 
 def remember(key: tuple[Any, ...], plan: Plan) -> None:
@@ -82,6 +86,15 @@ def match_config(request: Request, device_index: int, config: FwdConfig | None) 
     if match is None:
         match = lookup(request.spec, key[1], gpu, template_hash=template_hash)
         _matches[key] = match
+        if match.stale and match.entry is None and gpu.name not in _warned:
+            _warned.add(gpu.name)
+            warnings.warn(
+                f"the tuned entries for {gpu.name} are stale (the kernel templates have changed since) and passed "
+                f"over: {request.spec.slug()} runs its default config. To use them again: fa2gen table check "
+                f"--gpu {gpu.name} --regate",
+                RuntimeWarning,
+                stacklevel=2,
+            )
     return match
 
 

@@ -3,6 +3,7 @@
 from .document import SCHEMA_VERSION, NewerSchemaError, parse_table, recover_entries, render_table
 from .lookup import SOURCES, Match, lookup
 from .merge import merge_entries
+from .scan import TableFile, scan_tables
 from .schema import (
     NOISE_BAND,
     Clocks,
@@ -14,7 +15,7 @@ from .schema import (
     TunedEntry,
     utc_now,
 )
-from .store import load_table, package_dir, require_writable, save_entries, table_path, user_dir
+from .store import load_table, package_dir, require_writable, save_entries, save_table, table_path, user_dir
 
 __all__ = [
     "NOISE_BAND",
@@ -28,6 +29,7 @@ __all__ = [
     "Provenance",
     "Regate",
     "Table",
+    "TableFile",
     "TunedEntry",
     "load_table",
     "lookup",
@@ -38,6 +40,8 @@ __all__ = [
     "render_table",
     "require_writable",
     "save_entries",
+    "save_table",
+    "scan_tables",
     "table_path",
     "user_dir",
     "utc_now",

@@ -36,7 +36,7 @@ MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {1: _to_2}
 def render_table(table: Table) -> str:
     """JSON text of a table; entries sorted, one to a line, so that a diff shows what changed."""
     rows = sorted(table.entries, key=_sort_key)
-    lines = ",\n".join("  " + json.dumps(_entry_to_json(entry), allow_nan=False) for entry in rows)
+    lines = ",\n".join("  " + json.dumps(entry_form(entry), allow_nan=False) for entry in rows)
     head = json.dumps({"schema": SCHEMA_VERSION, "gpu": table.gpu, "target": table.target, "kind": table.kind})
     return f'{head[:-1]}, "entries": [\n{lines}\n]}}\n' if rows else f'{head[:-1]}, "entries": []}}\n'
 
@@ -114,8 +114,8 @@ def recover_entries(text: str, where: str, *, gpu: str, kind: str) -> tuple[Tune
     return tuple(entries.values())
 
 
-def _entry_to_json(entry: TunedEntry) -> dict[str, Any]:
-    """Fields that are None are left out."""
+def entry_form(entry: TunedEntry) -> dict[str, Any]:
+    """An entry as JSON takes it; fields that are None are left out."""
     measurement, provenance = _present(entry.measurement), _present(entry.provenance)
     if entry.provenance.incumbent is not None:
         incumbent = entry.provenance.incumbent

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import glob
 import os
 import shutil
@@ -142,22 +143,25 @@ def save_entries(
         TableError: A file cannot be written, or was written by a newer fa2gen (NewerSchemaError). A file that is
             damaged is copied to ``<name>.damaged-<utc>-<pid>`` before it is replaced; its whole entries are kept.
     """
-    root = user_dir() if root is None else Path(root)
     paths = []
     for kind in sorted({entry.spec.kind for entry in entries}):
-        path = table_path(root, gpu.name, kind)
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with locked(path.with_name(f".{path.name}.lock")):
-                _sweep(path)
-                present = _present_entries(path)
-                mine = [entry for entry in entries if entry.spec.kind == kind]
-                merged = merge_entries(present, mine, template_hash=template_hash)
-                _write_atomically(path, render_table(Table(gpu.name, gpu.target, kind, merged)))
-        except OSError as error:
-            raise TableError(f"{path} cannot be written: {error}") from None
-        paths.append(path)
+        mine = tuple(entry for entry in entries if entry.spec.kind == kind)
+        paths.append(save_table(Table(gpu.name, gpu.target, kind, mine), root=root, template_hash=template_hash))
     return paths
+
+
+def save_table(table: Table, *, root: Path | None = None, template_hash: TemplateHash | None = None) -> Path:
+    """Merges a table into the one of its GPU and kind, as :func:`save_entries` does."""
+    path = table_path(user_dir() if root is None else Path(root), table.gpu, table.kind)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with locked(path.with_name(f".{path.name}.lock")):
+            _sweep(path)
+            merged = merge_entries(_present_entries(path), table.entries, template_hash=template_hash)
+            _write_atomically(path, render_table(dataclasses.replace(table, entries=merged)))
+    except OSError as error:
+        raise TableError(f"{path} cannot be written: {error}") from None
+    return path
 
 
 def _present_entries(path: Path) -> tuple[TunedEntry, ...]:

@@ -1,17 +1,25 @@
-"""The tables that ship: every entry is legal, current, and what a public look-up of its own sizes finds."""
+"""The tables that ship: every entry is legal, current, and what the public call runs for its own sizes."""
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
+import torch
 
-from fa2gen.codegen import template_hash
+from fa2gen.codegen import KernelSource, template_hash
 from fa2gen.constraints import infeasible_reason
 from fa2gen.hardware import Gpu, get_gpu
+from fa2gen.runtime import attention, describe, plan, request, reset
+from fa2gen.spec import FwdConfig, KernelSpec
 from fa2gen.tables import TunedEntry, load_table, lookup, package_dir
 
+# The package has a function of that name.
+describe_module = importlib.import_module("fa2gen.runtime.describe")
 TABLES = sorted(package_dir().glob("*/*.json"))
 
 
@@ -43,6 +51,57 @@ def test_every_entry_is_reachable_and_legal(path: Path) -> None:
         assert entry.measurement.problem.bucket(gpu.num_sms) == entry.bucket, name
         match = lookup(entry.spec, entry.bucket, gpu, template_hash=template_hash, roots=[package_dir()], strict=True)
         assert (match.source, match.entry, match.stale) == ("exact", entry, False), name
+
+
+class FakeKernel:
+    """What the runtime loads, without a GPU; remembers what was launched."""
+
+    launched: ClassVar[list[tuple[KernelSpec, FwdConfig]]] = []
+
+    def __init__(self, source: KernelSource) -> None:
+        self.identity = source.spec, source.config
+
+    def launch(self, grid: Any, block: Any, params: bytes, stream: int) -> None:
+        self.launched.append(self.identity)
+
+
+@pytest.fixture
+def fake_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[[Gpu], None]]:
+    """A function that makes CPU tensors pass for the named GPU's, on a machine whose user has tuned nothing."""
+    monkeypatch.setenv("FA2GEN_TABLES_DIR", str(tmp_path))
+    monkeypatch.setenv("FA2GEN_STRICT", "1")
+    monkeypatch.setattr(request, "_backend", lambda backend, device: "cuda")
+    monkeypatch.setattr(plan, "compile_kernel", lambda source, target: source)
+    monkeypatch.setattr(plan, "load", lambda source, index: FakeKernel(source))
+    monkeypatch.setattr(plan, "_raw_stream_function", lambda: lambda index: 0)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+
+    def become(gpu: Gpu) -> None:
+        reset()
+        for module in (plan, describe_module):
+            monkeypatch.setattr(module, "device_gpu", lambda index: gpu)
+
+    yield become
+    reset()
+
+
+@pytest.mark.parametrize("path", TABLES, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_the_public_call_runs_every_entry(path: Path, fake_gpu: Callable[[Gpu], None]) -> None:
+    fake_gpu(_gpu(path))
+    for entry in _entries(path):
+        p, spec = entry.measurement.problem, entry.spec
+        dtype = torch.float16 if spec.dtype == "fp16" else torch.bfloat16
+        # Memory that is never touched is never there.
+        q, k, v = (
+            torch.empty(p.batch, rows, heads, spec.head_dim, dtype=dtype)
+            for rows, heads in ((p.seqlen_q, p.num_heads_q), (p.seqlen_k, p.num_heads_k), (p.seqlen_k, p.num_heads_k))
+        )
+        described = describe(q, k, v, causal=spec.causal)
+        assert (described.spec, described.config, described.source) == (spec, entry.config, "exact")
+        assert (described.known, described.stale, described.gated) == (entry.measurement.kind, False, False)
+        assert ("predicted by the performance model" in str(described)) == (entry.measurement.kind == "predicted")
+        attention(q, k, v, causal=spec.causal)
+        assert FakeKernel.launched[-1] == (spec, entry.config)
 
 
 @pytest.mark.parametrize("path", TABLES, ids=lambda path: f"{path.parent.name}/{path.stem}")
