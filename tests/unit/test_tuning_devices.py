@@ -163,7 +163,6 @@ def test_too_little_memory_is_an_error_of_its_own(tmp_path):
     def call(operation, payload=None, *, timeout):
         if operation == "measure":
             raise DeviceUnfit("device 0 has 90 MiB of free memory")
-        return None
 
     one.worker.call = call
     with pytest.raises(DeviceUnfit, match="90 MiB of free memory; 0 entries"):
@@ -278,7 +277,6 @@ def test_ctrl_c_twice_ends_a_trial_that_hangs_on_one_of_two_devices(two, tmp_pat
         if operation == "measure":
             assert killed.wait(60), "the hung process was not ended"
             raise CRASH
-        return None
 
     two.workers[1].call = call
 
