@@ -119,11 +119,28 @@ def arch_limits(compute_capability: tuple[int, int]) -> ArchLimits:
     """Limits of a compute capability.
 
     Raises:
-        UnsupportedError: The capability is older than 8.0 or unknown to this version.
+        UnsupportedError: The capability is older than 8.0 or unknown to this version. The message says which are
+            supported, and which of them has kernels that a newer chip of the same major version runs.
     """
     try:
         return _ARCHS[(int(compute_capability[0]), int(compute_capability[1]))]
     except (KeyError, IndexError, TypeError, ValueError):
-        known = ", ".join(f"{major}.{minor}" for major, minor in supported_compute_capabilities())
-        shown = ".".join(map(str, compute_capability)) if isinstance(compute_capability, tuple) else compute_capability
-        raise UnsupportedError(f"compute capability {shown} is not supported; supported are {known}") from None
+        raise UnsupportedError(_refusal(compute_capability)) from None
+
+
+def _refusal(compute_capability: object) -> str:
+    known = ", ".join(f"{major}.{minor}" for major, minor in supported_compute_capabilities())
+    if not isinstance(compute_capability, tuple):
+        return f"compute capability {compute_capability} is not supported; supported are {known}"
+    shown = ".".join(map(str, compute_capability))
+    text = f"compute capability {shown} is not supported; supported are {known}"
+    # (10, 3) runs cubins of (10, 0): same major version, later minor one.
+    older = [each for each in supported_compute_capabilities() if each[:1] == compute_capability[:1]]
+    older = [each for each in older if each < compute_capability]
+    if not older:
+        return text
+    major, minor = older[-1]
+    return (
+        f"{text}. A GPU of {shown} runs what is compiled for sm_{major}{minor}: name a GPU of {major}.{minor} "
+        "(fa2gen list gpus) to emit such kernels, untuned for this one"
+    )

@@ -79,7 +79,7 @@ def _rows() -> dict[str, Gpu]:
             num_sms=row["num_sms"],
             boost_ghz=float(row["boost_ghz"]),
             hbm_gbs=float(row["hbm_gbs"]),
-            l2_bytes=row["l2_mb"] * 1024 * 1024,
+            l2_bytes=int(row["l2_mb"] * 1024 * 1024),
             source=row["source"],
             device_names=tuple(row["device_names"]),
             tensor_rate=float(row.get("tensor_rate", 1.0)),

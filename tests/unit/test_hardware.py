@@ -53,6 +53,8 @@ def test_every_row_is_complete_and_consistent():
         assert gpu.source
         assert gpu.target == gpu.arch.target
         assert gpu.num_sms > 0
+        assert isinstance(gpu.l2_bytes, int)
+        assert gpu.l2_bytes >= 6 << 20
         assert 0.5 < gpu.boost_ghz < 4
         assert gpu.tensor_rate in (0.5, 1.0)
 
