@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import multiprocessing
 import os
 import random
+import shutil
+import subprocess
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+
+import pytest
 
 from fa2gen.compile import admin, entry, store
 from fa2gen.compile.cache import Build, CacheKey, CubinCache, cache_key
 from fa2gen.compile.entry import Contents
 from fa2gen.compile.ptxas import ResourceUsage
-from fa2gen.compile.store import EntryStore, scratch_folder
+from fa2gen.compile.store import EntryStore, leftovers, scratch_folder
 
 RESOURCES = ResourceUsage(168, 0, 8, 16, 32, 1)
 FLAGS = ["-O3", "-arch", "sm_80"]
@@ -105,6 +111,23 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 }
 
 
+# ---- file systems
+
+
+@contextlib.contextmanager
+def mounted(folder: Path, *options: str) -> Iterator[None]:
+    """A file system mounted on ``folder`` with the options of mount; skips where that is not allowed."""
+    folder.mkdir(exist_ok=True)
+    mount = shutil.which("mount")
+    command = [mount or "mount", *options, str(folder)]
+    if mount is None or os.geteuid() != 0 or subprocess.run(command, capture_output=True, check=False).returncode != 0:
+        pytest.skip("mounting needs root and the right to mount")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
 # ---- what processes do
 
 
@@ -131,6 +154,29 @@ def build_all(root: str, number: int, counts: str, kernels: int, slow_disk: bool
             return build_of(text)
 
         assert CubinCache(Path(root)).get_or_build(key_of(text), text, build)[0] == build_of(text)
+
+
+def run_processes(tmp_path: Path, processes: int, kernels: int, slow_disk: bool) -> dict[str, int]:
+    """How often each kernel was compiled by processes that all want all of them at once."""
+    counts = tmp_path / "counts"
+    counts.mkdir()
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.cache_fakes"])
+    arguments = [(str(tmp_path / "cache"), number, str(counts), kernels, slow_disk) for number in range(processes)]
+    started = [context.Process(target=build_all, args=each) for each in arguments]
+    for process in started:
+        process.start()
+    for process in started:
+        process.join(240)
+    assert [process.exitcode for process in started] == [0] * processes
+    return {path.name: len(path.read_text().splitlines()) for path in counts.iterdir()}
+
+
+def check_clean(root: Path, kernels: int) -> None:
+    """So many whole entries, no other, no leftovers."""
+    verdict = admin.verify(root)
+    assert (verdict.checked, verdict.bad) == (kernels, ())
+    assert leftovers(root) == []
 
 
 KILLED_CUBIN_BYTES = 60_000

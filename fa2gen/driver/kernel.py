@@ -12,9 +12,11 @@ from typing import Any
 
 from ..compile import CompiledKernel
 from ..errors import LaunchError
+from ..hardware import supported_compute_capabilities
 from .device import device_count, device_info, require_device
 from .libcuda import (
     MAX_DYNAMIC_SHARED_SIZE_BYTES,
+    REFUSED_IMAGE,
     active_context,
     check,
     current_context,
@@ -44,9 +46,11 @@ def load(compiled: CompiledKernel, device_index: int = 0) -> LoadedKernel:
     require_device(device_index)
     capability = device_info(device_index).compute_capability
     if not _runs_on(compiled.target, capability):
+        known = ", ".join(f"{major}.{minor}" for major, minor in supported_compute_capabilities())
         raise LaunchError(
             f"kernel {compiled.source.entry} is compiled for {compiled.target}, which device {device_index} "
-            f"(compute capability {capability[0]}.{capability[1]}) does not run"
+            f"(compute capability {capability[0]}.{capability[1]}) does not run; fa2gen compiles for compute "
+            f"capability {known}, each of which runs on later ones of the same major version too"
         )
     return LoadedKernel(compiled, device_index)
 
@@ -60,6 +64,21 @@ def _runs_on(target: str, capability: tuple[int, int]) -> bool:
     if match[3] == "a":
         return (major, minor) == capability
     return major == capability[0] and minor <= capability[1]
+
+
+def _old_driver_hint(compiled: CompiledKernel, device_index: int, status: int) -> str:
+    """What to do if the driver refused a cubin of a newer CUDA release than it knows; empty if that is not why."""
+    made_by = re.match(r"(\d+)\.(\d+)\.", compiled.nvcc_build_id)
+    if status not in REFUSED_IMAGE or made_by is None:
+        return ""
+    nvcc, driver = (int(made_by[1]), int(made_by[2])), device_info(device_index).cuda_version
+    if nvcc <= driver:
+        return ""
+    made, known = (".".join(map(str, version)) for version in (nvcc, driver))
+    return (
+        f"; it was compiled by the nvcc of CUDA {made}, and this driver knows CUDA {known} only: install a driver for "
+        f"CUDA {made}, or an nvcc of CUDA {known} or older, and name it in FA2GEN_NVCC"
+    )
 
 
 class LoadedKernel:
@@ -86,7 +105,8 @@ class LoadedKernel:
         what = f"load kernel {source.entry} on device {device_index}"
         with active_context(self._context):
             cuda = libcuda()
-            check(cuda.cuModuleLoadData(ctypes.byref(self._module), compiled.cubin), what)
+            status = cuda.cuModuleLoadData(ctypes.byref(self._module), compiled.cubin)
+            check(status, what, _old_driver_hint(compiled, device_index, status))
             try:
                 name = source.entry.encode()
                 check(cuda.cuModuleGetFunction(ctypes.byref(self._function), self._module, name), what)

@@ -22,6 +22,10 @@ MAX_DYNAMIC_SHARED_SIZE_BYTES = 8  # CU_FUNC_ATTRIBUTE_...
 # instruction, misaligned address, invalid address space, invalid pc, launch failure.
 _STICKY = (214, 220, 700, 702, 710, 714, 715, 716, 717, 718, 719)
 
+# What a driver older than the compiler says of a module (cuda.h): invalid image, no binary for this GPU, invalid PTX,
+# unsupported PTX version.
+REFUSED_IMAGE = (200, 209, 218, 222)
+
 _pointer, _int = ctypes.c_void_p, ctypes.c_int
 _out = ctypes.POINTER(ctypes.c_void_p)
 _out_int = ctypes.POINTER(ctypes.c_int)
@@ -75,10 +79,10 @@ def _sticky_texts() -> tuple[str, ...]:
     return tuple(error_text(status) for status in _STICKY)
 
 
-def check(status: int, what: str) -> None:
-    """Raises LaunchError "cannot <what>: <the driver's words>" unless the status is success."""
+def check(status: int, what: str, hint: str = "") -> None:
+    """Raises LaunchError "cannot <what>: <the driver's words><hint>" unless the status is success."""
     if status:
-        raise LaunchError(f"cannot {what}: {error_text(status)}")
+        raise LaunchError(f"cannot {what}: {error_text(status)}{hint}")
 
 
 def current_context() -> int:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import resource
-import shutil
 import signal
-import subprocess
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +18,7 @@ from fa2gen.compile import location
 from fa2gen.compile.cache import CubinCache
 from fa2gen.compile.location import cache_root
 from fa2gen.errors import CacheError
-from tests.cache_fakes import build_of, fail, key_of, store_one
+from tests.cache_fakes import build_of, fail, key_of, mounted, store_one
 
 
 @pytest.fixture(autouse=True)
@@ -111,19 +108,6 @@ def test_limit_on_the_size_of_files(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, handler)
     _check_nothing_half_written(tmp_path)
-
-
-@contextlib.contextmanager
-def mounted(folder: Path, *options: str) -> Iterator[None]:
-    folder.mkdir(exist_ok=True)
-    mount = shutil.which("mount")
-    command = [mount or "mount", *options, str(folder)]
-    if mount is None or os.geteuid() != 0 or subprocess.run(command, capture_output=True, check=False).returncode != 0:
-        pytest.skip("mounting needs root and the right to mount")
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", str(folder)], check=True)
 
 
 def test_small_file_system_fills_up(tmp_path: Path) -> None:

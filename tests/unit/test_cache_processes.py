@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import multiprocessing
 import os
 import shutil
 import threading
@@ -18,7 +17,17 @@ from fa2gen.compile.cache import Build, CubinCache
 from fa2gen.compile.locks import Lease, hold, new_folder, remove_if_free
 from fa2gen.compile.store import EntryStore, leftovers, scratch_folder, sweep_scratch
 from tests import cache_fakes
-from tests.cache_fakes import build_of, entry_folder, fail, key_of, program_name, program_of, store_one
+from tests.cache_fakes import (
+    build_of,
+    check_clean,
+    entry_folder,
+    fail,
+    key_of,
+    program_name,
+    program_of,
+    run_processes,
+    store_one,
+)
 from tests.kills import kill_at_random
 
 
@@ -27,28 +36,6 @@ def _lock_path(root: Path, text: str = "a") -> Path:
 
 
 # ---- several builders
-
-
-def run_processes(tmp_path: Path, processes: int, kernels: int, slow_disk: bool) -> dict[str, int]:
-    """How often each kernel was compiled by processes that all want all of them at once."""
-    counts = tmp_path / "counts"
-    counts.mkdir()
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.cache_fakes"])
-    arguments = [(str(tmp_path / "cache"), number, str(counts), kernels, slow_disk) for number in range(processes)]
-    started = [context.Process(target=cache_fakes.build_all, args=each) for each in arguments]
-    for process in started:
-        process.start()
-    for process in started:
-        process.join(240)
-    assert [process.exitcode for process in started] == [0] * processes
-    return {path.name: len(path.read_text().splitlines()) for path in counts.iterdir()}
-
-
-def check_clean(root: Path, kernels: int) -> None:
-    verdict = admin.verify(root)
-    assert (verdict.checked, verdict.bad) == (kernels, ())
-    assert leftovers(root) == []
 
 
 def test_eight_processes_build_each_of_fifty_kernels_once(tmp_path: Path) -> None:
