@@ -213,8 +213,8 @@ OTHER_MUTATIONS = {
     "Q in registers: a wait too weak": (
         CAUSAL,
         RING,
-        "kNumStages == 1 ? 0 : kNumStages - 2",
-        "kNumStages - 1",
+        "cp_async_wait<kNumStages - 2>();\n  sync_warp();",
+        "cp_async_wait<kNumStages - 1>();\n  sync_warp();",
         NOT_WAITED,
     ),
     "the ring skips a stage": (
