@@ -64,7 +64,7 @@ def _traffic(e: Explanation) -> Iterator[str]:
         ("this kernel, L2 serves none", memory.uncached),
     ):
         yield (
-            f"  {name:<32}{_bytes(traffic.bytes):>10}{traffic.intensity:>12,.1f}"
+            f"  {name:<32}{_bytes(traffic.bytes):>10}{_number(traffic.intensity):>12}"
             f"{_ms(e.roofline.least_ms(traffic)):>14}   {e.roofline.bound(traffic.intensity)}"
         )
     masked = "; computes what the mask hides too" if e.spec.causal else ""
@@ -72,8 +72,8 @@ def _traffic(e: Explanation) -> Iterator[str]:
     yield from _row("this kernel", _passes(memory.tiled))
     kv = f"K and V of a head are {_kib(memory.kv_bytes)}"
     if memory.l2_serves:
-        at_a_time = f"blocks run {memory.heads_per_section} query heads at a time"
-        yield from _row("L2", f"{kv}; {at_a_time}, so that theirs stay in half of L2 and re-reads hit it")
+        at_a_time = f"blocks go through the query heads {memory.heads_per_section} at a time"
+        yield from _row("L2", f"{kv}; {at_a_time}, so that K and V stay in half of L2 and re-reads hit it")
     else:
         yield from _row("L2", f"{kv}, more than half of L2: re-reads miss it in part; between the last two rows")
 
@@ -88,9 +88,9 @@ def _roofline(e: Explanation) -> Iterator[str]:
     peak = f"{roof.peak_tflops:.1f} TFLOP/s of mma.sync with float32 sums"
     yield from _row("ridge point", f"{roof.ridge_point:.1f} FLOP/byte: {peak} over {roof.hbm_gbs:,.0f} GB/s")
     side = intensity / roof.ridge_point
-    where = f"{side:.1f} times the ridge point" if side >= 1 else f"{side:.2f} of the ridge point"
+    where = f"{_number(side)} times the ridge point" if side >= 1 else f"{side:.2f} of the ridge point"
     most = f"at most {roof.attainable_tflops(intensity):,.1f} TFLOP/s"
-    yield from _row("this kernel", f"{intensity:,.1f} FLOP/byte, {where}: {roof.bound(intensity)} bound, {most}")
+    yield from _row("this kernel", f"{_number(intensity)} FLOP/byte, {where}: {roof.bound(intensity)} bound, {most}")
 
 
 _ORIGINS = {"tuned": "by table lookup: ", "default": "the default config: ", "given": ""}
@@ -161,9 +161,12 @@ def _time(e: Explanation) -> Iterator[str]:
     else:
         peak = f"{e.tflops / e.roofline.peak_tflops:.0%} of the peak"
         yield from _row("predicted", f"{_ms(prediction.ms)}, {e.tflops:.1f} TFLOP/s, {peak}; limit: {prediction.limit}")
-        for name, ms in sorted(prediction.shares.items(), key=lambda item: -item[1]):
+        # What no resource accounts for: launch, latencies, barriers, lost overlap and the tail.
+        rest = prediction.ms - max(prediction.shares.values(), default=0.0)
+        resources = sorted(prediction.shares.items(), key=lambda item: -item[1])
+        for name, ms in [*((f"{name} alone", ms) for name, ms in resources), ("waits, tail, launch", rest)]:
             share = ms / prediction.ms
-            yield f"  {'  ' + name + ' alone':<{_LABEL}}{_ms(ms):>10}{share:>6.0%}  {'#' * round(40 * share)}".rstrip()
+            yield f"  {'  ' + name:<{_LABEL}}{_ms(ms):>10}{share:>6.0%}  {'#' * round(40 * share)}".rstrip()
         yield from _row("model", f"{MODEL_VERSION}, {validity(e.gpu)}")
     for time in e.measured:
         yield from _row("measured", _measured(e, time))
@@ -218,4 +221,10 @@ def _kib(count: int) -> str:
 
 
 def _ms(ms: float) -> str:
-    return f"{ms:.3f} ms" if ms >= 0.1 else f"{1e3 * ms:.2f} us"
+    if ms < 0.1:
+        return f"{1e3 * ms:.2f} us"
+    return f"{ms:.3f} ms" if ms < 1e4 else f"{_number(ms / 1e3)} s"
+
+
+def _number(value: float) -> str:
+    return f"{value:,.1f}" if value < 1e6 else f"{value:.2e}"

@@ -297,6 +297,8 @@ def test_text_is_narrow_and_the_document_complete(gpu: str, causal: bool) -> Non
         (KernelSpec(causal=causal), PROBLEM),
         (KernelSpec(head_dim=59, causal=causal, gqa_ratio=8, alignment=2), Problem(1, 113, 203, 8, 1)),
         (KernelSpec(head_dim=64, causal=causal), Problem(64, 1, 131072, 64, 64)),
+        (KernelSpec(head_dim=64, causal=causal), Problem(1, 1, 1, 1, 1)),
+        (KernelSpec(head_dim=128, causal=causal), Problem(4096, 131072, 131072, 64, 64)),
     ):
         e = explained(spec, problem, get_gpu(gpu))
         text, form = explanation_text(e), explanation_json(e)
