@@ -16,7 +16,7 @@ from fa2gen.tuning.shortlist import shortlist
 
 KB = 1024
 # (values that must live in registers at the same time, threads, shared memory): each limit and its edges.
-PROBES = [
+CASES = [
     *((live, threads, 0) for live in (8, 64, 100, 140, 200) for threads in (32, 96, 128, 256, 512)),
     *((8, threads, 0) for threads in (64, 160, 768, 1024)),
     *((8, 128, smem) for smem in (1, 3 * KB, 31 * KB, 32 * KB, 49 * KB, 64 * KB, 75 * KB, 75 * KB + 1)),
@@ -24,7 +24,7 @@ PROBES = [
 ]
 
 
-def _probe(live: int, threads: int, smem: int) -> KernelSource:
+def _kernel_of(live: int, threads: int, smem: int) -> KernelSource:
     """Loads ``live`` values, meets at a barrier, stores them: none can be dropped or loaded later."""
     loads = "\n".join(
         f'  float v{i}; asm volatile("ld.volatile.global.f32 %0, [%1];" : "=f"(v{i}) : "l"(p.data + {32 * i}));'
@@ -35,10 +35,10 @@ def _probe(live: int, threads: int, smem: int) -> KernelSource:
     )
     text = (
         "struct Params { float* data; };\n"
-        'extern "C" __global__ void probe(const __grid_constant__ Params p) {\n'
+        'extern "C" __global__ void occupant(const __grid_constant__ Params p) {\n'
         f'{loads}\n  asm volatile("bar.sync 0;" ::: "memory");\n{stores}\n}}\n'
     )
-    return KernelSource(KernelSpec(), FwdConfig(), "cuda", text, text, "probe", threads, smem)
+    return KernelSource(KernelSpec(), FwdConfig(), "cuda", text, text, "occupant", threads, smem)
 
 
 def _kernels() -> list[KernelSource]:
@@ -58,8 +58,8 @@ def _kernels() -> list[KernelSource]:
 def compiled() -> list[CompiledKernel]:
     major, minor = driver.device_info(0).compute_capability
     limit = arch_limits((major, minor)).max_smem_per_block
-    probes = [_probe(*probe) for probe in PROBES if probe[2] <= limit]
-    results = compile_many([(source, f"sm_{major}{minor}") for source in [*probes, *_kernels()]])
+    made = [_kernel_of(*case) for case in CASES if case[2] <= limit]
+    results = compile_many([(source, f"sm_{major}{minor}") for source in [*made, *_kernels()]])
     assert not [result for result in results if isinstance(result, CompileError)]
     return [result for result in results if isinstance(result, CompiledKernel)]
 
