@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ..tuning.session import TuneReport
 
 # Columns that the table of results takes.
-_WIDE = 160
+_WIDE = 165
 # Failures of one kind that are told in full.
 _EXAMPLES = 3
 
@@ -56,7 +56,7 @@ def _times(speedup: float | None) -> str:
 
 def _clock(entry: TunedEntry) -> str:
     clocks = entry.measurement.clocks
-    return "-" if clocks is None else " ".join([str(clocks.sm_mhz), *clocks.throttle])
+    return "-" if clocks is None else str(clocks.sm_mhz)
 
 
 def _results(report: TuneReport, *, wide: bool) -> Table:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
+import threading
 import time
 
 import pytest
 
-from fa2gen.tuning.worker import TrialFailure, Worker
+from fa2gen.tuning.worker import DeviceUnfit, TrialFailure, Worker, _frame
 
 HANDLER = """
 import os, signal, sys, time
-from fa2gen.tuning.worker import TrialFailure
+from fa2gen.tuning.worker import DeviceUnfit, TrialFailure
 
 def make(greeting="hello", slow_start=0):
     time.sleep(slow_start)
@@ -31,6 +33,8 @@ def make(greeting="hello", slow_start=0):
             os._exit(3)
         if operation == "hang":
             time.sleep(600)
+        if operation == "unfit":
+            raise DeviceUnfit("too little memory")
         if operation == "failure":
             raise TrialFailure("wrong", "row 3", fatal=payload)
         raise RuntimeError("a bug")
@@ -38,6 +42,9 @@ def make(greeting="hello", slow_start=0):
 
 def broken():
     raise ImportError("no torch here")
+
+def unfit():
+    raise DeviceUnfit("device 0 has 3 MiB of free memory")
 """
 
 
@@ -160,6 +167,64 @@ def _alive(pid):
             return stat.read().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+def test_a_child_whose_parent_went_before_it_started_ends(tmp_path):
+    """It has asked for no signal yet, and its first request may already lie in the pipe."""
+    (tmp_path / "handler_of_test.py").write_text(HANDLER)
+    frames = b"".join(_frame(value) for value in (("handler_of_test:make", {}), ("hang", None)))
+    child = subprocess.run(
+        [sys.executable, "-c", f"from fa2gen.tuning.worker import serve; serve({os.getpid() + 1})"],
+        input=frames,
+        capture_output=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
+        timeout=60,
+    )
+    assert (child.returncode, child.stdout) == (0, b"")
+
+
+def test_a_hung_child_dies_with_a_parent_that_is_killed(tmp_path):
+    (tmp_path / "handler_of_test.py").write_text(HANDLER)
+    read, write = os.pipe()
+    parent = os.fork()
+    if parent == 0:
+        try:
+            one = Worker("handler_of_test:make", env={"PYTHONPATH": str(tmp_path)})
+            os.write(write, str(one.call("echo", timeout=60)[3]).encode())
+            one.call("hang", timeout=600)
+        finally:
+            os._exit(1)
+    pid = int(os.read(read, 20))
+    os.kill(parent, signal.SIGKILL)
+    os.waitpid(parent, 0)
+    os.close(read)
+    os.close(write)
+    end = time.monotonic() + 10
+    while _alive(pid):
+        assert time.monotonic() < end, "the measuring process outlived its parent"
+        time.sleep(0.02)
+
+
+def test_a_device_that_is_unfit_is_an_error_of_its_own(worker):
+    one = worker()
+    with pytest.raises(DeviceUnfit, match="too little memory"):
+        one.call("unfit", timeout=60)
+    assert one.call("echo", timeout=60)[2] == 1
+    with pytest.raises(DeviceUnfit, match="3 MiB of free memory"):
+        worker("unfit").call("echo", timeout=60)
+
+
+def test_another_thread_can_end_a_call(worker):
+    one = worker()
+    one.call("echo", timeout=60)
+    timer = threading.Timer(0.3, one.kill)
+    timer.start()
+    start = time.monotonic()
+    with pytest.raises(TrialFailure, match="killed by SIGKILL"):
+        one.call("hang", timeout=60)
+    assert time.monotonic() - start < 10
+    timer.join()
+    assert one.call("echo", timeout=60)[2] == 1
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="sessions of processes")
