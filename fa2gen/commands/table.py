@@ -119,7 +119,9 @@ def check_command(gpu_name: str | None, regate: bool, as_json: bool) -> int:
         _show_check(files, statuses, results)
         if any(status.state == "stale" for status in remains) and not regate:
             gpu = f" --gpu {gpu_name}" if gpu_name else ""
-            click.echo(f"stale entries are passed over; to use them again: fa2gen table check{gpu} --regate")
+            click.echo(
+                f"stale entries are passed over; to gate them and use them again:\n  fa2gen table check{gpu} --regate"
+            )
     return 1 if remains or damaged else 0
 
 
@@ -239,9 +241,11 @@ def _short_reason(status: EntryStatus) -> str:
 
 def _show_check(files: Sequence[TableFile], statuses: Sequence[EntryStatus], results: Sequence[RegateResult]) -> None:
     for result in results:
+        entry = result.status.entry
         verdict = "passed" if result.passed else "FAILED"
-        click.echo(f"{verdict} {result.status.file.gpu} {result.status.entry.spec.slug()} "
-                   f"{result.status.entry.bucket.label()}: {' '.join(result.text.split())}")  # fmt: skip
+        click.echo(f"{verdict}: {result.status.file.gpu} {entry.spec.slug()} {entry.bucket.label()}")
+        if not result.passed:
+            click.echo(f"    {entry.config.slug()}: {' '.join(result.text.split())}")
     for file in files:
         if file.table is None:
             click.echo(_unreadable(file))

@@ -152,6 +152,11 @@ def open_storage(url: str) -> RDBStorage:
     raise AssertionError("the last try returns or raises")
 
 
+def require_storage(url: str) -> None:
+    """Raises now what :func:`open_storage` would raise after minutes of compiling."""
+    open_storage(url).engine.dispose()
+
+
 def _load_or_create(storage: BaseStorage, name: str, sampler: optuna.samplers.BaseSampler) -> optuna.Study:
     return optuna.create_study(storage=storage, study_name=name, sampler=sampler, load_if_exists=True)
 

@@ -121,10 +121,10 @@ class TuningStudy:
             name: CategoricalDistribution(values) for name, values in GRID.items()
         }
         self.name = study_name(gpu.name, spec, bucket, family, template_hash, space.key(), objective)
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
         self._memory = optuna.create_study(sampler=_sampler(seed))
         self._proposed: dict[FwdConfig, Any] = {}
         self._synced: set[int] = set()
-        optuna.logging.set_verbosity(optuna.logging.WARNING)
         sampler = _sampler(seed + 1)
         self._home: Journal | Database
         if storage is None:

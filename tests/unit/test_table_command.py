@@ -133,7 +133,7 @@ def test_check_lists_what_is_stale_and_fails(folders: tuple[Path, Path]) -> None
     assert result.exit_code == 1
     assert "  stale: fwd_d64_bf16_full_gqa1 q12_k12_w4, predicted\n" in result.stdout
     assert "  gated: fwd_d64_fp16_causal_gqa16_align2 q5_k7_w-3, predicted\n" in result.stdout
-    assert result.stdout.endswith("to use them again: fa2gen table check --regate\n")
+    assert result.stdout.endswith("use them again:\n  fa2gen table check --regate\n")
     assert all(len(line) <= 80 for line in result.stdout.splitlines() if "table /" not in line)
     read = document("check")
     assert (read["ok"], read["regated"]) == (False, [])
@@ -175,15 +175,19 @@ def test_regate(folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(regate_module, "Tools", rooms.tools)
     result = run("check", "--regate")
     assert result.exit_code == 1
-    assert "passed a100 fwd_d128_bf16_full_gqa1 q12_k12_w4: emulator: passed 20 cases\n" in result.stdout
-    assert "FAILED a100 fwd_d128_fp16_full_gqa1 q12_k12_w4: row 3 is wrong\n" in result.stdout
+    assert "passed: a100 fwd_d128_bf16_full_gqa1 q12_k12_w4\n" in result.stdout
+    assert (
+        "FAILED: a100 fwd_d128_fp16_full_gqa1 q12_k12_w4\n    sm80_64x64s64_w4_st2_qs_online_mb1: row" in result.stdout
+    )
     assert "  gated: fwd_d128_bf16_full_gqa1" in result.stdout
     assert "  replaced: fwd_d128_bf16_full_gqa1" in result.stdout
     assert "  stale: fwd_d128_fp16_full_gqa1" in result.stdout
     rooms.wrong = lambda config: False
     read = document("check", "--regate", "--gpu", "a100")
     assert read["ok"] is True
-    assert [(row["kernel"], row["passed"]) for row in read["regated"]] == [("fwd_d128_fp16_full_gqa1", True)]
+    assert [(row["kernel"], row["passed"], row["text"]) for row in read["regated"]] == [
+        ("fwd_d128_fp16_full_gqa1", True, "emulator: passed 20 cases")
+    ]
     saved = load_table(table_path(user, "a100", "fwd"))
     assert saved is not None
     assert len(saved.entries) == 2

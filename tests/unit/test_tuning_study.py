@@ -18,6 +18,7 @@ from fa2gen.errors import StudyError
 from fa2gen.hardware import get_gpu
 from fa2gen.spec import FwdConfig, KernelSpec
 from fa2gen.tuning.space import GRID, Space, legal_space
+from fa2gen.tuning.storage import require_storage
 from fa2gen.tuning.study import OUTCOMES, TuningStudy, study_name
 from tests.tuning_fakes import PROBLEM
 
@@ -328,9 +329,20 @@ def test_a_storage_that_leads_nowhere_is_a_clear_error(tmp_path, monkeypatch, ur
     monkeypatch.setattr("fa2gen.tuning.storage.time.sleep", lambda seconds: None)
     if url.startswith("postgresql") and importlib.util.find_spec("psycopg"):
         pytest.skip("psycopg is installed")
-    with pytest.raises(StudyError, match=message) as caught:
-        open_study(tmp_path, storage=url)
-    assert "secret" not in str(caught.value)
+    for attempt in (lambda: open_study(tmp_path, storage=url), lambda: require_storage(url)):
+        with pytest.raises(StudyError, match=message) as caught:
+            attempt()
+        assert "secret" not in str(caught.value)
+
+
+def test_optuna_says_nothing(tmp_path):
+    code = (
+        "import sys; sys.path.insert(0, '.')\n"
+        "from tests.unit.test_tuning_study import open_study; from pathlib import Path\n"
+        f"open_study(Path({str(tmp_path)!r})).ask()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def test_a_dead_process_leaves_no_running_trial(tmp_path):
