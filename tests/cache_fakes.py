@@ -86,7 +86,7 @@ def _replace(make: Callable[[Path], object]) -> Callable[[Path], None]:
 
 
 def _link_to_copy(path: Path) -> None:
-    copy = path.parent.parent / "copy"
+    copy = path.parents[2] / "copy"
     os.replace(path, copy)
     path.symlink_to(copy)
 

@@ -12,7 +12,7 @@ import click
 
 from ..errors import CacheError
 from .options import json_option
-from .units import age_text, parse_age, parse_size, size_text
+from .units import age_text, count_text, parse_age, parse_size, size_text
 
 if TYPE_CHECKING:
     from ..compile.admin import CacheEntry
@@ -65,7 +65,7 @@ def ls(as_json: bool) -> None:
             cells = [f"{cell:>{width}}" if 3 <= i <= 5 else f"{cell:<{width}}" for i, (cell, width) in
                      enumerate(zip(row, widths, strict=False))]  # fmt: skip
             click.echo("  ".join([*cells, row[6]]).rstrip())
-    click.echo(f"{_number(len(found), 'entry', 'entries')}, {size_text(size)}, in {root}")
+    click.echo(f"{count_text(len(found), 'entry', 'entries')}, {size_text(size)}, in {root}")
 
 
 @command.command("gc")
@@ -107,12 +107,12 @@ def gc(max_bytes: int | None, max_age: float | None, dry_run: bool, as_json: boo
     for entry in result.removed if dry_run else ():
         name = f"{entry.kernel} {entry.target}" if entry.kernel else entry.path.name
         click.echo(f"would remove {name}: {size_text(entry.size)}, used {age_text(time.time() - entry.last_use)} ago")
-    removed = _number(len(result.removed), "entry", "entries")
-    left = _number(result.swept, "leftover", "leftovers")
+    removed = count_text(len(result.removed), "entry", "entries")
+    left = count_text(result.swept, "leftover")
     click.echo(f"{'would remove' if dry_run else 'removed'} {removed} ({size_text(freed)}) and {left}")
     if result.busy:
-        click.echo(f"kept {_number(len(result.busy), 'entry', 'entries')} in use, or that cannot be removed")
-    click.echo(f"{'would keep' if dry_run else 'kept'} {_number(result.kept, 'entry', 'entries')}, "
+        click.echo(f"kept {count_text(len(result.busy), 'entry', 'entries')} in use, or that cannot be removed")
+    click.echo(f"{'would keep' if dry_run else 'kept'} {count_text(result.kept, 'entry', 'entries')}, "
                f"{size_text(result.kept_bytes)}, in {root}")  # fmt: skip
 
 
@@ -148,7 +148,7 @@ def verify(delete: bool, as_json: bool) -> int:
     for entry in verdict.bad:
         click.echo(f"damaged{', removed' if entry in verdict.removed else ''}: {entry.path}: {entry.reason}")
     other = f", {verdict.other} of another version of fa2gen passed over" if verdict.other else ""
-    click.echo(f"{_number(verdict.checked, 'entry', 'entries')} checked{other}, {len(verdict.bad)} damaged, "
+    click.echo(f"{count_text(verdict.checked, 'entry', 'entries')} checked{other}, {len(verdict.bad)} damaged, "
                f"{remain} of them left, in {root}")  # fmt: skip
     return 1 if remain else 0
 
@@ -168,7 +168,3 @@ def _record(entry: CacheEntry) -> dict[str, Any]:
 
 def _print_json(document: dict[str, Any]) -> None:
     click.echo(json.dumps(document, indent=2))
-
-
-def _number(count: int, one: str, many: str) -> str:
-    return f"{count} {one if count == 1 else many}"

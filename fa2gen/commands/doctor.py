@@ -20,7 +20,7 @@ from .. import __version__
 from ..data import data_dir
 from ..errors import Fa2genError, TableError
 from .options import json_option
-from .units import size_text
+from .units import count_text, size_text
 
 # ok: works. missing: something optional is not there. error: fa2gen cannot do its job.
 _MARKS = {"ok": ("ok", "green"), "missing": ("--", "yellow"), "error": ("!!", "red")}
@@ -165,7 +165,9 @@ def _cache() -> Iterator[Check]:
         return
     number, size = totals(root)
     left = len(leftovers(root))
-    text = f"{root}: {number} kernels, {size_text(size)}" + (f", {left} leftovers or builds under way" if left else "")
+    text = f"{root}: {count_text(number, 'kernel')}, {size_text(size)}"
+    if left:
+        text += f", {count_text(left, 'leftover')} or builds under way"
     yield Check("cache", "ok", text, "fa2gen cache gc removes leftovers" if left else "")
 
 

@@ -45,3 +45,8 @@ def age_text(seconds: float) -> str:
         if seconds >= 2 * length:
             return f"{seconds / length:.0f} {unit}"
     return f"{max(seconds, 0):.0f} s"
+
+
+def count_text(count: int, one: str, many: str = "") -> str:
+    """``"1 entry"``, ``"2 entries"``; ``many`` is ``one`` with an s if left out."""
+    return f"{count} {one if count == 1 else many or one + 's'}"
