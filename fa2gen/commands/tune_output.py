@@ -66,7 +66,7 @@ def _results(report: TuneReport, *, wide: bool) -> Table:
 
     table = Table(box=box.HEAVY_HEAD if wide else box.SIMPLE_HEAD)
     sizes = ("kernel", "batch", "heads q/k", "seqlen q/k", "best config") if wide else ("kernel, sizes, best config",)
-    others = ("vs default", "vs before", *(("SM MHz",) if report.measured else ())) if wide else ()
+    others = ("vs default", *(("vs before", "SM MHz") if report.measured else ())) if wide else ()
     unit = "ms" if report.measured else "ms predicted" if wide else "ms\npredicted"
     for name in ("rank", *sizes, *others, unit, "TFLOP/s"):
         left = "kernel" in name or "config" in name
@@ -77,13 +77,10 @@ def _results(report: TuneReport, *, wide: bool) -> Table:
         cells = [entry.spec.slug(), str(problem.batch), heads, seqlens, entry.config.slug()]
         default, before = map(_times, _speedups(report, entry))
         if wide:
-            cells += [default, before, *([_clock(entry)] if report.measured else [])]
+            cells += [default, *([before, _clock(entry)] if report.measured else [])]
         else:
-            clock = f", {_clock(entry)} MHz" if entry.measurement.clocks else ""
-            cells = [
-                f"{cells[0]}\n  {problem.batch} x {heads} x {seqlens}\n  {cells[-1]}\n"
-                f"  {default} default, {before} before{clock}"
-            ]
+            more = f", {before} before, {_clock(entry)} MHz" if report.measured else ""
+            cells = [f"{cells[0]}\n  {problem.batch} x {heads} x {seqlens}\n  {cells[-1]}\n  {default} default{more}"]
         table.add_row(str(rank), *cells, f"{entry.measurement.ms:.4f}", f"{_tflops(entry):.1f}")
     return table
 
