@@ -13,7 +13,7 @@ branch uses goes as well. Comments go with what they explain:
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from .evaluate import Constant, evaluate
@@ -36,6 +36,8 @@ class Item:
         special: The template argument that an explicit specialisation is for.
         kind: ``"kernel"``, ``"assertion"``, ``"heading"`` or ``"declaration"``.
         references: (name, template argument or None) of everything it mentions.
+        conditions: Names of the file that its ``if constexpr`` conditions mention.
+        definitions: Of constants, each name with the words of its value.
     """
 
     code: Code
@@ -44,7 +46,8 @@ class Item:
     special: str | None
     kind: str
     references: frozenset[tuple[str, str | None]]
-    conditions: tuple[str, ...]
+    conditions: tuple[str, ...] = ()
+    definitions: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
 
 @functools.lru_cache(maxsize=256)
@@ -106,13 +109,14 @@ def _item_end(code: Code, index: int) -> int:
 
 def _item(code: Code, spaced: bool, is_heading: bool) -> Item:
     if is_heading:
-        return Item(code, spaced, (), None, "heading", frozenset(), ())
+        return Item(code, spaced, (), None, "heading", frozenset())
     first = code.skip_comments(0)
     kind, special = "declaration", None
     names: tuple[str, ...] = ()
+    definitions: tuple[tuple[str, tuple[str, ...]], ...] = ()
     if code.kinds[first] == "directive":
         macro = Code(code.source(first).split("define", 1)[1].replace("\\\n", "\n"))
-        return Item(code, spaced, (macro.word(0),), None, kind, _references(macro, (macro.word(0),)), ())
+        return Item(code, spaced, (macro.word(0),), None, kind, _references(macro, (macro.word(0),)))
     parameters: frozenset[str] = frozenset()
     if code.word(first) == "template":
         closed = code.close_angle(first + 1)
@@ -129,9 +133,13 @@ def _item(code: Code, spaced: bool, is_heading: bool) -> Item:
     else:
         names, special, is_function = _declared(code, first)
         kind = "kernel" if is_function and "__global__" in code.words else kind
+        definitions = () if is_function else _definitions(code, names)
     if kind != "assertion" and not (names and all(name.isidentifier() for name in names)):
         raise code.error(code.starts[first], "an item whose name is not found")
-    return Item(code, spaced, names, special, kind, _references(code, names, parameters), constexpr_conditions(code))
+    # A template's parameters and the function's own variables hide constants of the file.
+    hidden = parameters.union(code.word(i - 1) for i, word in enumerate(code.words) if word == "=")
+    conditions = tuple(name for name in constexpr_conditions(code) if name not in hidden)
+    return Item(code, spaced, names, special, kind, _references(code, names, parameters), conditions, definitions)
 
 
 def _type_name(code: Code, at: int) -> tuple[tuple[str, ...], str | None]:
@@ -157,6 +165,19 @@ def _declared(code: Code, at: int) -> tuple[tuple[str, ...], str | None, bool]:
             return *_function_name(code, at - 1), True
         at = code.after(at)
     return tuple(names), None, False
+
+
+def _definitions(code: Code, names: Sequence[str]) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """The value of each constant that a declaration defines, as words."""
+    found = []
+    for index, word in enumerate(code.words):
+        if word != "=" or code.word(index - 1) not in names or "constexpr" not in code.words[:index]:
+            continue
+        end = index + 1
+        while code.word(end) not in (",", ";"):
+            end = code.after(end)
+        found.append((code.words[index - 1], tuple(code.words[index + 1 : end])))
+    return tuple(found)
 
 
 def _function_name(code: Code, at: int) -> tuple[tuple[str, ...], str | None]:
@@ -199,27 +220,13 @@ def _fold_all(parts: Sequence[Sequence[Item]]) -> list[list[Item]]:
         for item in part:
             if item.conditions:
                 item = _folded(item, tuple(known.get(name) for name in item.conditions))
-            elif item.kind == "declaration" and "constexpr" in item.code.words:
-                known |= _constants(item, known)
+            for name, words in item.definitions:
+                value = evaluate(words, known)
+                if value is not None:
+                    known[name] = value
             folded.append(item)
         result.append(folded)
     return result
-
-
-def _constants(item: Item, known: Mapping[str, Constant]) -> dict[str, Constant]:
-    """Integers and booleans that an item defines."""
-    code = item.code
-    found: dict[str, Constant] = {}
-    for index in range(len(code)):
-        if code.word(index) != "=" or code.word(index - 1) not in item.names:
-            continue
-        end = index + 1
-        while code.word(end) not in (",", ";"):
-            end = code.after(end)
-        value = evaluate([code.word(i) for i in range(index + 1, end)], {**known, **found})
-        if value is not None:
-            found[code.word(index - 1)] = value
-    return found
 
 
 def _reached(items: Sequence[Item]) -> set[Item]:
@@ -239,15 +246,13 @@ def _reached(items: Sequence[Item]) -> set[Item]:
     def mentioned(item: Item) -> list[Item]:
         found = []
         for name, argument in item.references:
-            actual = argument
-            while actual in aliases:
-                actual = aliases[actual]
-            certain = actual if actual in known_types else None
-            found += [
-                other
-                for other in declared.get(name, ())
-                if other.special is None or certain is None or other.special == certain
-            ]
+            others = declared.get(name)
+            if others is None:
+                continue
+            while argument in aliases:
+                argument = aliases[argument]
+            certain = argument if argument in known_types else None
+            found += [x for x in others if x.special is None or certain is None or x.special == certain]
         return found
 
     reached: set[Item] = set()

@@ -1,0 +1,128 @@
+"""Emitted kernels as text: same machine code as the whole templates, no warnings, nothing unused, formatted."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from fa2gen.codegen import KernelSource, render_kernel
+from fa2gen.codegen.render import full_parts, join_parts
+from fa2gen.compile import CompiledKernel, compile_many, find_nvcc
+from fa2gen.constraints import infeasible_reason
+from fa2gen.hardware import arch_limits
+from fa2gen.spec import FwdConfig, KernelSpec
+from fa2gen.tuning.shortlist import code_digest
+
+# Both dtypes, both masks, both softmaxes, one to three stages, both alignments, full and ragged head dims, groups; the
+# first two alone turn every choice of the templates both ways but for the number of stages.
+COVERING = [
+    (
+        KernelSpec(head_dim=40, alignment=2, causal=True),
+        FwdConfig(block_m=64, num_stages=1, softmax="guarded", q_in_regs=True),
+        (12, 0),
+    ),
+    (KernelSpec(dtype="fp16", gqa_ratio=8), FwdConfig(step_n=32, num_warps=8), (8, 0)),
+    (KernelSpec(causal=True), FwdConfig(softmax="guarded", min_blocks=2), (9, 0)),
+    (
+        KernelSpec(dtype="fp16", causal=True),
+        FwdConfig(block_m=64, num_warps=2, num_stages=1, softmax="guarded"),
+        (8, 6),
+    ),
+    (KernelSpec(head_dim=64), FwdConfig(block_m=64, num_warps=2, q_in_regs=True, min_blocks=4), (8, 0)),
+    (KernelSpec(head_dim=64, dtype="fp16"), FwdConfig(num_stages=3, q_in_regs=True, softmax="guarded"), (8, 9)),
+    (KernelSpec(head_dim=64, gqa_ratio=7), FwdConfig(num_stages=1), (10, 0)),
+    (KernelSpec(head_dim=40, dtype="fp16"), FwdConfig(num_stages=3, softmax="guarded"), (8, 0)),
+    (KernelSpec(head_dim=111, alignment=2, dtype="fp16"), FwdConfig(num_stages=1, softmax="guarded"), (9, 0)),
+    (KernelSpec(head_dim=96, causal=True), FwdConfig(block_n=32, step_n=32, num_stages=3), (8, 6)),
+    (KernelSpec(alignment=2, causal=True, gqa_ratio=16), FwdConfig(step_n=32, softmax="guarded"), (8, 0)),
+]
+FULL = bool(os.environ.get("FA2GEN_TEST_FULL"))
+FEW = COVERING if FULL else COVERING[:3]
+
+
+def whole(source: KernelSource) -> KernelSource:
+    """The kernel with everything that the templates hold, as it was before anything was left out."""
+    text = join_parts(full_parts(source.spec, source.config)).replace("KERNEL_NAME", source.entry)
+    return dataclasses.replace(source, text=text)
+
+
+def test_covering_set_is_legal():
+    for spec, config, capability in COVERING:
+        assert infeasible_reason(spec, config, arch_limits(capability)) is None, (spec, config, capability)
+
+
+def test_what_is_left_out_changes_no_instruction():
+    jobs = [(render_kernel(spec, config), arch_limits(capability).target) for spec, config, capability in FEW]
+    pairs = [(text, target) for source, target in jobs for text in (source, whole(source))]
+    results = compile_many(pairs)
+    for pruned, full in zip(results[::2], results[1::2], strict=True):
+        assert isinstance(pruned, CompiledKernel), getattr(pruned, "log", pruned)
+        assert isinstance(full, CompiledKernel), getattr(full, "log", full)
+        assert len(full.source.text) > len(pruned.source.text.split("// ---- Types", 1)[1]) + 2000
+        assert code_digest(pruned) == code_digest(full), pruned.source.entry
+
+
+def nvcc(folder: Path, text: str, *flags: str) -> subprocess.CompletedProcess[str]:
+    (folder / "kernel.cu").write_text(text)
+    command = [str(find_nvcc().path), "-Werror", "all-warnings", "-Xcompiler", "-Wall,-Wextra,-Werror", *flags]
+    return subprocess.run(
+        [*command, "-o", "kernel.out", "kernel.cu"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("index", range(len(FEW)))
+def test_nothing_is_unused_by_the_compilers_account(index, tmp_path):
+    """nvcc's front end names functions and constants without a use once they are plain static ones."""
+    spec, config, capability = FEW[index]
+    target = arch_limits(capability).target
+    for standard in ("c++17", "c++20"):
+        text = render_kernel(spec, config).text
+        # Inline functions may be without use in C++, static ones are reported.
+        text = text.replace("#define FUNC __device__ __forceinline__\n", "#define FUNC static __device__\n")
+        text = text.replace("  FUNC ", "  __device__ ").replace("template <>\nFUNC", "template <>\n__device__")
+        done = nvcc(tmp_path, text, "-ptx", f"-arch={target}", f"-std={standard}")
+        assert done.returncode == 0, done.stderr
+    # And so the test can fail: one function too many.
+    done = nvcc(tmp_path, f"{text}\nFUNC int unused() {{ return 1; }}\n", "-ptx", f"-arch={target}", "-std=c++17")
+    assert done.returncode != 0
+    assert "unused" in done.stderr
+
+
+TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
+
+
+@pytest.mark.parametrize("target", TARGETS if FULL else TARGETS[3:4])
+def test_plain_nvcc_has_no_warnings(target, tmp_path):
+    """As a user compiles it: one command, the toolkit's own headers, every warning an error."""
+    for spec, config, _ in FEW[:1] if not FULL else FEW:
+        source = render_kernel(spec, config)
+        for standard in ("c++17", "c++20") if FULL else ("c++20",):
+            done = nvcc(tmp_path, source.text, "-cubin", "-O3", f"-arch={target}", f"-std={standard}")
+            assert (done.returncode, done.stderr) == (0, ""), (source.entry, target, standard, done.stderr)
+
+
+def test_kernels_are_formatted(tmp_path):
+    program = shutil.which("clang-format")
+    if program is None:
+        pytest.skip("clang-format is not installed; the extra [lint] brings it")
+    style = Path(__file__).parents[2] / ".clang-format"
+    for spec, config, _ in COVERING:
+        source = render_kernel(spec, config)
+        (tmp_path / f"{source.entry}.cu").write_text(source.text)
+        assert not re.search(r"[ \t]$|\n\n\n|[^\n]{121}", source.text, re.M), source.entry
+    done = subprocess.run(
+        [program, f"--style=file:{style}", "--dry-run", "--Werror", *sorted(map(str, tmp_path.iterdir()))],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,307 @@
+"""Pruning: what stays, what goes, comments with what they explain, and errors for what is not understood."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import time
+
+import pytest
+
+from fa2gen.codegen import render_kernel
+from fa2gen.codegen.evaluate import evaluate
+from fa2gen.codegen.fold import fold
+from fa2gen.codegen.lexer import Code, TemplateError
+from fa2gen.codegen.prune import parse, prune
+from fa2gen.codegen.render import full_parts
+from fa2gen.spec import FwdConfig, KernelSpec
+
+KERNEL = 'extern "C" __global__ void __launch_bounds__(kThreads) k(const __grid_constant__ P p) {{\n  {}\n}}\n'
+
+
+def pruned(text: str, use: str = "f();") -> str:
+    """The text without its kernel, whose body is `use`."""
+    kernel = KERNEL.format(use)
+    first, last = prune([text, kernel])
+    assert last == kernel
+    return first
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1 + 2 * 3", 7),
+        ("(1 + 2) * 3", 9),
+        ("7 / 2 - 7 % 2", 2),
+        ("-7 / 2", None),
+        ("1 / 0", None),
+        ("kN == 1 ? 0 : kN - 2", 1),
+        ("kN > 1 && !kOff", True),
+        ("kN >= 4 || kOff", False),
+        ("!kOff == kN", False),  # (!kOff) == kN, as in C++
+        ("x && kOff", False),
+        ("kOff && x", False),
+        ("x || kN == 3", True),
+        ("x && !kOff", None),
+        ("x", None),
+        ("kOff ? x : 5", 5),
+        ("sizeof(int) == 4", None),
+        ("f<3>(kN) == 4", None),
+        ("0x10u + 1", 17),
+        ("2.5f", None),
+        ("1 +", None),
+        ("1 2", None),
+    ],
+)
+def test_evaluate(text, value):
+    got = evaluate(Code(text).words, {"kN": 3, "kOff": False})
+    assert (got, type(got)) == (value, type(value)) or (got == value and isinstance(got, bool) and text.startswith("!"))
+
+
+FOLDED = [
+    ("if constexpr (kA) one();\ntwo();", "one();\ntwo();"),
+    ("if constexpr (!kA) one();\ntwo();", "two();"),
+    ("if constexpr (!kA)\n  one();\nelse\n  two();\nthree();", "two();\nthree();"),
+    (
+        "// Why.\nif constexpr (kA) {\n  // Inside.\n  one();\n\n  two();\n}  // End.",
+        "// Why.\n// Inside.\none();\n\ntwo();  // End.",
+    ),
+    ("zero();\n\n// Why.\n// More.\nif constexpr (!kA) {\n  one();\n}\n\ntwo();", "zero();\n\ntwo();"),
+    (
+        "if constexpr (kA) {\n  if constexpr (kB == 2) {\n    one();\n    two();\n  }\n} else {\n  three();\n}",
+        "one();\ntwo();",
+    ),
+    ("if constexpr (!kA) {\n  one();\n} else if constexpr (kB == 2) {\n  two();\n} else {\n  three();\n}", "two();"),
+    ("if constexpr (!kA) {\n  one();\n} else if (x) {\n  two();\n}", "if (x) {\n  two();\n}"),
+    ("if constexpr (kUnknown) {\n  if constexpr (kA) one();\n}", "if constexpr (kUnknown) {\n  one();\n}"),
+    ("if constexpr (kA) {\n#pragma unroll\n  for (;;) f();\n}", "#pragma unroll\nfor (;;) f();"),
+    ("if constexpr (!kUnknown && kA && kB == 2) f();", "if constexpr (!kUnknown) f();"),
+    ("if constexpr (kA && !kUnknown) f();", "if constexpr (!kUnknown) f();"),
+    ("if constexpr (kA && x == 1 && kA && y(2, 3)) f();", "if constexpr (x == 1 && y(2, 3)) f();"),
+    ('s("if constexpr (kA) {");  // if constexpr (kA) {', 's("if constexpr (kA) {");  // if constexpr (kA) {'),
+    ("if constexpr (kA) {\n} else {\n  one();\n}\ntwo();", "two();"),
+    ("if constexpr (kA) {\n  auto f = [&](int i) {\n    return i;\n  };\n}", "auto f = [&](int i) {\n  return i;\n};"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "result"), FOLDED)
+def test_fold(text, result):
+    def function(statements: str) -> str:
+        lines = [line if line.startswith("#") else f"  {line}".rstrip() for line in statements.split("\n")]
+        return "\n".join(["void f() {", *lines, "}"])
+
+    assert fold(Code(function(text)), {"kA": True, "kB": 2}) == function(result)
+
+
+def test_fold_refuses_what_it_cannot_replace():
+    for text in ("for (;;)\n  if constexpr (kA) f();", "if (x) f();\nelse\n  if constexpr (kA) g();"):
+        with pytest.raises(TemplateError, match="body of another statement"):
+            fold(Code(f"void f() {{\n{text}\n}}"), {"kA": True})
+
+
+def test_functions_constants_and_types_go_when_nothing_names_them():
+    text = """\
+#define FUNC __device__ \\
+  inline
+#define GONE 1
+
+using u32 = unsigned int;
+using gone = int;
+struct Used {
+  u32 f;
+};
+struct Gone {
+  u32 x;
+};
+constexpr int kA = 1, kB = kA + 1;
+constexpr int kGone[2] = {1, 2};
+
+FUNC int helper(Used u) { return u.helper_gone + kB; }
+FUNC int helper_gone() { return 0; }
+FUNC int f() { return helper(Used{1}); }
+"""
+    assert pruned(text) == re.sub(
+        r"(#define GONE 1\n|using gone.*\n|struct Gone(.|\n)*?};\n|.*kGone.*\n|.*_gone\(\).*\n)", "", text
+    )
+
+
+def test_comments_go_with_what_they_explain():
+    text = """\
+// ---- Part: over all of it
+
+// A section with nothing left.
+
+// Of gone.
+int gone() { return 0; }  // trailing
+
+// A section.
+// Two lines.
+
+int other_gone() { return 0; }
+// Of f,
+// two lines.
+int f() { return 0; }  // end
+"""
+    assert (
+        pruned(text)
+        == """\
+// ---- Part: over all of it
+
+// A section.
+// Two lines.
+
+// Of f,
+// two lines.
+int f() { return 0; }  // end
+"""
+    )
+    assert pruned(text, "") == ""
+
+
+def test_specialisations_are_chosen_by_the_argument():
+    text = """\
+struct bf16 {};
+struct fp16 {};
+using Element = bf16;
+
+template <class T>
+float f(T x);
+template <>
+float f<bf16>(bf16 x) {
+  return 1;
+}
+template <>
+float f<fp16>(fp16 x) {
+  return 2;
+}
+template <class T>
+float g(T x) {
+  return f<T>(x);
+}
+"""
+    bf16_only = re.sub(
+        r"struct fp16 {};\n|template <>\nfloat f<fp16>(.|\n)*?\n}\n|template <class T>\nfloat g(.|\n)*", "", text
+    )
+    assert pruned(text, "f<Element>(x);") == bf16_only
+    # Without an argument, or with a template's parameter, any may be meant.
+    assert pruned(text, "f(x);").count("template <>") == 2
+    assert pruned(text, "g(x);").count("template <>") == 2
+
+
+def test_assertions_stay_with_what_they_speak_of():
+    text = 'constexpr int kA = 1;\nconstexpr int kB = 2;\nstatic_assert(kA < kB, "order");\nint f() { return kA; }\n'
+    assert pruned(text) == text
+    assert pruned(text, "") == ""
+
+
+def test_dead_branches_take_their_helpers_along():
+    text = """\
+constexpr int kStages = 2;
+constexpr bool kOne = kStages == 1;
+
+int one() { return 1; }
+int two() { return 2; }
+template <bool kOne>
+int three() {
+  if constexpr (kOne) return one();
+  return 3;
+}
+int f() {
+  if constexpr (kOne) return one();
+  return two();
+}
+"""
+    assert pruned(text) == "int two() { return 2; }\nint f() {\n  return two();\n}\n"
+    # A template's own parameter hides the constant of that name.
+    assert "if constexpr (kOne) return one();" in pruned(text, "three<true>();")
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("#include <x>\n", "line 1: .*#define"),
+        ("\n#if 1\nint a = 1;\n#endif\n", "line 2: .*#define"),
+        ("int f() { return 1; ", "line 1: '{' is never closed"),
+        ("int f) { return 1; }", "closes nothing"),
+        ("int a = 1; #define X", "stray '#'"),
+        ("int a = `1`;", "stray '`'"),
+        ('const char* a = "x;\n', "stray '\"'"),
+        ("int a = 1", "without an end"),
+        ("struct { int a; };", "name is not found"),
+        ("template <class T;", "never closed"),
+    ],
+)
+def test_what_is_not_understood_is_an_error(text, match):
+    with pytest.raises(TemplateError, match=match):
+        prune([text, KERNEL.format("")])
+
+
+def test_text_without_a_kernel_is_an_error():
+    with pytest.raises(TemplateError, match="__global__"):
+        prune(["int f() { return 1; }\n"])
+
+
+CASES = [
+    (KernelSpec(head_dim=d, dtype=dtype, causal=causal, alignment=align), FwdConfig(num_stages=stages, softmax=softmax))
+    for (d, align), dtype, causal, stages, softmax in itertools.product(
+        ((128, 16), (64, 16), (40, 2), (40, 16)), ("bf16", "fp16"), (False, True), (1, 2, 3), ("online", "guarded")
+    )
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("platform", ["cuda", "host"])
+def test_every_item_of_a_kernel_is_named_by_another(platform):
+    for spec, config in CASES:
+        source = render_kernel(spec, config, platform)
+        text = source.body if platform == "host" else source.text
+        items = [item for item in parse(text) if item.kind != "heading"]
+        words = re.findall(r"[A-Za-z_]\w*", re.sub(r"//[^\n]*", "", text))
+        for item in items:
+            own = re.findall(r"[A-Za-z_]\w*", re.sub(r"//[^\n]*", "", item.code.text))
+            for name in item.names:
+                assert item.kind == "kernel" or words.count(name) > own.count(name), (source.entry, name)
+
+
+def test_a_kernel_holds_no_decided_branch():
+    constants = re.compile(r"\bk(HeadDim|HeadDimPadded|VectorBytes|Causal|QInRegs|Guarded|NumStages|Fp16)\b")
+    for spec, config in CASES:
+        conditions = re.findall(r"if constexpr \((.*)\)", render_kernel(spec, config).text)
+        assert not [condition for condition in conditions if constants.search(condition)]
+
+
+def test_what_a_kernel_does_not_use_is_not_in_it():
+    d128 = render_kernel(KernelSpec(), FwdConfig()).text
+    for name in (
+        "fp16",
+        "ld_global",
+        "atomic_add",
+        "guarded_softmax",
+        "kGuardLimit",
+        "bar_arrive",
+        "kChunks",
+        "min_f32",
+    ):
+        assert not re.search(rf"^[^/\n]*\b{name}\b(?!\.)", d128, re.M), name
+    other = render_kernel(KernelSpec(head_dim=40, dtype="fp16", alignment=2), FwdConfig(softmax="guarded")).text
+    for name in ("ld_global", "atomic_add<u32>", "guarded_softmax", "kGuardLimit", "kChunks"):
+        assert name in other, name
+    for name in ("bf16", "cp_async16", "atomic_add<float>"):
+        assert not re.search(rf"^[^/\n]*\b{re.escape(name)}", other, re.M), name
+
+
+def test_pruning_again_changes_nothing():
+    for spec, config in CASES[::7]:
+        parts = prune(full_parts(spec, config))
+        assert prune([part for part in parts if part]) == [part for part in parts if part]
+
+
+def test_pruning_takes_milliseconds():
+    render_kernel(KernelSpec(), FwdConfig())
+    configs = [FwdConfig(block_m=m, block_n=n, step_n=n) for m in (64, 128, 256) for n in (32, 64, 96, 128)]
+    texts = [full_parts(KernelSpec(), config) for config in configs]
+    prune(texts[0])
+    start = time.process_time()
+    for parts in texts:
+        prune(parts)
+    # 2.5 ms on a desktop; the bound leaves room for a slow machine.
+    assert (time.process_time() - start) / len(texts) < 0.02
