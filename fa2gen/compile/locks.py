@@ -31,10 +31,11 @@ class Lease:
     def __init__(self, handle: int) -> None:
         self.handle = handle
 
-    def close(self) -> None:
+    def close(self, _close: Callable[[int], None] = os.close) -> None:
+        # A default, since the module's names may be gone when the interpreter ends and the last leases with it.
         handle, self.handle = self.handle, -1
         if handle >= 0:
-            os.close(handle)
+            _close(handle)
 
     def __enter__(self) -> Lease:
         return self

@@ -240,7 +240,7 @@ def _read_memo() -> dict[str, Any]:
     try:
         memo = json.loads(read_trusted(path)) if path else {}
         compilers, own = memo["compilers"], memo["checksum"]
-        return compilers if own == checksum(compilers) else {}
+        return compilers if isinstance(compilers, dict) and own == checksum(compilers) else {}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return {}
 

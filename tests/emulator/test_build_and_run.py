@@ -9,6 +9,7 @@ import shutil
 import stat
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -167,6 +168,17 @@ def test_processes_build_one_kernel_at_once(tmp_path: Path) -> None:
     assert sorted(path.name.split("-")[0] for path in (tmp_path / "emulator").iterdir()) == ["kernel", "runtime"]
     assert not list((tmp_path / "tmp").iterdir())
     assert not list((tmp_path / "locks").iterdir())
+
+
+def test_program_that_is_open_for_writing_for_a_moment(kernel: EmulatedKernel, tmp_path: Path) -> None:
+    # As when another thread starts a process while this one writes the program: Linux then says "Text file busy".
+    program = tmp_path / "kernel"
+    shutil.copy(kernel.program, program)
+    writer = open(program, "r+b")  # noqa: SIM115
+    timer = threading.Timer(0.05, writer.close)
+    timer.start()
+    _run(dataclasses.replace(kernel, program=program), "write")
+    timer.join()
 
 
 def test_what_cannot_be_stored_runs_from_a_temporary_folder(

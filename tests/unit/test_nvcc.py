@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from fa2gen.compile import nvcc as nvcc_module
+from fa2gen.compile.entry import checksum
 from fa2gen.compile.invoke import run_nvcc
 from fa2gen.compile.nvcc import find_nvcc, identify_nvcc, key_flags, nvcc_command, nvcc_options
 from fa2gen.compile.ptxas import ResourceUsage, parse_ptxas, performance_remarks
@@ -145,13 +147,44 @@ def test_build_is_asked_once_and_again_after_a_change(tmp_path: Path, monkeypatc
     assert changed.version == first.version
 
 
-@pytest.mark.parametrize("memo", ["", "[]", "{", '{"%s": 3}', '{"%s": {"files": []}}', '{"%s": {"files": [[1]]}}'])
-def test_damaged_memo_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memo: str) -> None:
+@pytest.mark.parametrize("compilers", ["[]", '{"%s": 3}', '{"%s": {"files": []}}', '{"%s": {"files": [[1]]}}'])
+def test_memo_of_no_known_shape_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compilers: str) -> None:
     script = fake_nvcc(tmp_path / "a")
     expected = identify_nvcc(script)
     monkeypatch.setattr(nvcc_module, "_identified", {})
-    (tmp_path / "cache" / "toolchains.json").write_text(memo.replace("%s", str(script)))
+    known = json.loads(compilers.replace("%s", str(script)))
+    (tmp_path / "cache" / "toolchains.json").write_text(json.dumps({"compilers": known, "checksum": checksum(known)}))
     assert identify_nvcc(script) == expected
+
+
+@pytest.mark.parametrize(
+    "damage", ["", "[]", "{", "[" * 100_000, "bit", "version", "others may write", "pipe", "folder", "dead link"]
+)
+def test_damaged_memo_is_ignored_and_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str) -> None:
+    script = fake_nvcc(tmp_path / "a")
+    expected = identify_nvcc(script)
+    path = tmp_path / "cache" / "toolchains.json"
+    good = path.read_bytes()
+    if damage == "bit":
+        path.write_bytes(good.replace(b"36", b"37").replace(b"88", b"89"))
+    elif damage == "version":
+        path.write_bytes(good.replace(b"[13, 0, 88]", b"[13, 9, 88]"))
+    elif damage == "others may write":
+        path.chmod(0o602)
+    elif damage in ("pipe", "folder", "dead link"):
+        path.unlink()
+        {"pipe": os.mkfifo, "folder": os.mkdir, "dead link": lambda p: os.symlink("nowhere", p)}[damage](path)
+    else:
+        path.write_text(damage)
+    monkeypatch.setattr(nvcc_module, "_identified", {})
+    asked = calls(tmp_path / "a")
+    assert identify_nvcc(script) == expected
+    assert calls(tmp_path / "a") > asked
+    monkeypatch.setattr(nvcc_module, "_identified", {})
+    asked = calls(tmp_path / "a")
+    assert identify_nvcc(script) == expected
+    assert (calls(tmp_path / "a") == asked) == (damage != "folder"), "written anew, unless a folder is in the way"
+    assert not list((tmp_path / "cache" / "tmp").iterdir())
 
 
 def test_finding_nvcc_does_not_need_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
