@@ -269,10 +269,11 @@ def _harvest(proofs: dict[Future[list[TunedEntry]], _Group], ledger: Ledger, *, 
     while proofs:
         finished = [future for future in proofs if future.done() and not future.cancelled()]
         for future in finished:
-            del proofs[future]
             entries = future.result()
             if entries:
                 ledger.save(entries)
+            # Only now: interrupted in the midst of it, the session's end saves them again.
+            del proofs[future]
         if not wait or ledger.late():
             return
         futures.wait(proofs, timeout=0.2, return_when=futures.FIRST_COMPLETED)

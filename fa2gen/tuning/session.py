@@ -59,7 +59,7 @@ def tune(
     Raises:
         ArgumentError: A bad argument, or ``measured`` is True or ``devices`` are given and the GPU is not there.
         ToolchainError: No nvcc or, for predictions, no C++ compiler.
-        TableError: The table cannot be written.
+        TableError: The table cannot be written. StudyError: The studies cannot.
         LaunchError: The GPU was lost, or has too little memory; what was proved before is saved.
     """
     _require_count("trials", trials, optional=True)
@@ -89,6 +89,10 @@ def tune(
         devices=tuple(info.index for info in found),
     )
     # Everything that would stop the session at its end stops it here.
+    if storage is not None:
+        from .storage import require_storage
+
+        require_storage(storage)
     tools.nvcc_version()
     require_writable(gpu, {request.spec.kind for request in unique}, root=ledger.out)
     try:
