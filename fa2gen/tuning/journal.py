@@ -116,7 +116,7 @@ def _cut_or_refuse(file: IO[bytes]) -> str | None:
 def _replayed(path: Path, lock: Any) -> JournalStorage:
     storage = JournalStorage(JournalFileBackend(str(path), lock_obj=lock))
     for study in storage.get_all_studies():
-        storage.get_all_trials(study._study_id)
+        storage.get_all_trials(study._study_id, deepcopy=False)
     return storage
 
 
