@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent import futures
@@ -86,13 +87,14 @@ def tune_predicted(
     ledger.expect("compile", len(jobs))
     proofs: dict[Future[list[TunedEntry]], _Group] = {}
     pool = ThreadPoolExecutor(max(1, usable_cores()), thread_name_prefix="fa2gen-proof")
+    stopping = threading.Event()
 
     def on_done(index: int, result: CompiledKernel | CompileError) -> None:
         group, config = jobs[index]
         _take_result(group, config, result, ledger)
         group.missing -= 1
         if group.missing == 0:
-            proofs[pool.submit(_settle, group, ledger, tools, study)] = group
+            proofs[pool.submit(_settle, group, ledger, tools, study, stopping)] = group
         _harvest(proofs, ledger, wait=False)
         if ledger.late():
             raise _Late
@@ -112,7 +114,10 @@ def tune_predicted(
     except _Late:
         pass
     finally:
+        # The interpreter would wait for the proofs that run anyway; what they find is saved, no others start.
+        stopping.set()
         pool.shutdown(wait=False, cancel_futures=True)
+        futures.wait([future for future in proofs if not future.cancelled()])
         _harvest(proofs, ledger, wait=False)
 
 
@@ -150,9 +155,18 @@ def _fail(group: _Group, config: FwdConfig, outcome: str, reason: str, ledger: L
 
 
 def _settle(
-    group: _Group, ledger: Ledger, tools: Tools, open_study: Callable[[_Group, Problem], TuningStudy]
+    group: _Group,
+    ledger: Ledger,
+    tools: Tools,
+    open_study: Callable[[_Group, Problem], TuningStudy],
+    stopping: threading.Event,
 ) -> list[TunedEntry]:
-    """Picks and proves a config for each problem of a spec; runs beside the compiler."""
+    """Picks and proves a config for each problem of a spec; runs beside the compiler.
+
+    Once ``stopping`` is set no proof begins, and problems whose own choice is not proved by then have no entry: the
+    default, which is, may be slower than what the table holds for them.
+    """
+    entries: list[TunedEntry] = []
     with contextlib.ExitStack() as stack:
         studies = [stack.enter_context(open_study(group, problem)) for problem in group.problems]
         times = [_record(group, problem, study, ledger) for problem, study in zip(group.problems, studies, strict=True)]
@@ -160,6 +174,8 @@ def _settle(
 
         def prove(config: FwdConfig) -> str | None:
             if config not in proved:
+                if stopping.is_set():
+                    raise _Late
                 try:
                     proved[config] = tools.prove(group.spec, config)
                 except GateError as error:
@@ -171,18 +187,18 @@ def _settle(
             return proved[config]
 
         fallback = default_config(group.spec)
-        prove(fallback)
-        entries = []
         for problem, mine in zip(group.problems, times, strict=True):
             if fallback in mine:
                 ledger.default_ms[group.spec, problem.bucket(ledger.gpu.num_sms)] = mine[fallback]
-        for problem, study, ranking, mine in zip(group.problems, studies, _rankings(times), times, strict=True):
-            for config in ranking[:_MAX_PROOFS] + [fallback] * (fallback in group.facts):
-                text = prove(config)
-                if text is not None:
-                    entries.append(_entry(group, problem, config, mine, len(study.failures()), text, ledger, tools))
-                    break
-        return entries
+        with contextlib.suppress(_Late):
+            prove(fallback)
+            for problem, study, ranking, mine in zip(group.problems, studies, _rankings(times), times, strict=True):
+                for config in ranking[:_MAX_PROOFS] + [fallback] * (fallback in group.facts):
+                    text = prove(config)
+                    if text is not None:
+                        entries.append(_entry(group, problem, config, mine, len(study.failures()), text, ledger, tools))
+                        break
+    return entries
 
 
 def _study(

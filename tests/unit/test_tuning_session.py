@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
+import signal
 import time
 
 import pytest
@@ -190,6 +193,38 @@ def test_ctrl_c_while_compiling_keeps_what_was_proved(rooms, tmp_path):
     assert report.interrupted
     assert {row.spec for row in report.entries} == set(specs[:2])
     assert {(row.spec, row.bucket) for row in report.entries} == set(saved(tmp_path, "a100"))
+
+
+@pytest.mark.parametrize(
+    ("stage", "number", "times"), [("compile", 20, 1), ("prove", 1, 2), ("prove", 4, 1), ("save", 1, 1), ("save", 1, 2)]
+)
+def test_ctrl_c_while_predicting_leaves_a_good_table(rooms, tmp_path, stage, number, times):
+    """Proofs that run are waited for and saved, none begins, and no default takes the place of an unproved choice."""
+    sent = []
+
+    def progress(event):
+        if event.stage == stage and event.done >= number and len(sent) < times:
+            sent.append(event)
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.02)
+
+    def prove(spec, config):
+        time.sleep(0.05)
+        return rooms._prove(spec, config)
+
+    specs = [
+        KernelSpec(head_dim=64, dtype=dtype, causal=causal) for dtype in ("bf16", "fp16") for causal in (False, True)
+    ]
+    requests = [request_for(spec, seqlen) for spec in specs for seqlen in (512, 4096)]
+    tools = dataclasses.replace(rooms.tools(), prove=prove)
+    options = {"out": tmp_path / "tables", "tools": tools, "trials": 12}
+    report = tune(requests, get_gpu("a100"), progress=progress, **options)
+    assert report.interrupted
+    assert {(row.spec, row.bucket) for row in report.entries} == set(saved(tmp_path, "a100"))
+    full = tune(requests, get_gpu("a100"), **options)
+    assert len(full.entries) == len(requests)
+    found = {row.key: row.config for row in full.entries}
+    assert all(found[row.key] == row.config for row in report.entries)
 
 
 def test_interrupted_at_once(rooms, tmp_path):
