@@ -54,7 +54,7 @@ def ls(as_json: bool) -> None:
     now = time.time()
     rows = [("kernel", "target", "compiler", "size", "age", "last use", "")]
     for entry in sorted(found, key=lambda entry: (entry.section, entry.kernel, entry.target, entry.path)):
-        compiler = entry.compiler if len(entry.compiler) <= 32 else f"{entry.compiler[:31]}…"
+        compiler = entry.compiler if len(entry.compiler) <= 40 else f"{entry.compiler[:39]}…"
         age = age_text(now - entry.built) if entry.built else ""
         state = "" if entry.status == admin.OK else f"{entry.status}: {entry.reason}"
         name = entry.kernel or f"{entry.path.name[:12]}…"

@@ -165,7 +165,7 @@ def _cache() -> Iterator[Check]:
         return
     number, size = totals(root)
     left = len(leftovers(root))
-    text = f"{root}: {count_text(number, 'kernel')}, {size_text(size)}"
+    text = f"{root}: {count_text(number, 'entry', 'entries')}, {size_text(size)}"
     if left:
         text += f", {count_text(left, 'leftover')} or builds under way"
     yield Check("cache", "ok", text, "fa2gen cache gc removes leftovers" if left else "")

@@ -116,7 +116,7 @@ class EntryStore:
             return None
         finally:
             sweep(self.root)
-        return self.read(os.path.join(path.relative_to(self.folder)), wanted)
+        return self.read(str(path.relative_to(self.folder)), wanted)
 
     def _publish(self, path: Path, key: str, contents: Contents) -> None:
         make_folder(self.root / "tmp")
@@ -137,7 +137,8 @@ class EntryStore:
                     # A clean-up may remove an empty parent folder just before the rename.
                     if error.errno != errno.ENOENT or attempt == _ATTEMPTS - 1:
                         raise
-            flush(path.parent)
+            with contextlib.suppress(FileNotFoundError):  # a clean-up was quick
+                flush(path.parent)
         finally:
             lease.close()
             remove(temporary)

@@ -296,6 +296,6 @@ def test_doctor_shows_size_and_leftovers(root: Path) -> None:
     (root / "locks" / f"{'b' * 64}.lock").touch()
     (check,) = doctor._cache()
     assert (check.name, check.status) == ("cache", "ok")
-    assert "1 kernel, " in check.detail
+    assert "1 entry, " in check.detail
     assert "1 leftover" in check.detail
     assert "fa2gen cache gc" in check.fix
