@@ -173,6 +173,9 @@ def _present_entries(path: Path) -> tuple[TunedEntry, ...]:
         # os.replace of the table leaves the copy alone; two sessions in one second have their process ids.
         backup = path.with_name(f"{path.name}.damaged-{utc_now().replace(':', '')}-{os.getpid()}")
         shutil.copy2(path, backup)
+        # Before the table is replaced: a power cut leaves one of the two.
+        with open(backup, "rb") as copy:
+            os.fsync(copy.fileno())
         text = path.read_text(encoding="utf-8", errors="replace")
         saved = recover_entries(text, str(path), gpu=path.parent.name, kind=path.stem)
         warnings.warn(

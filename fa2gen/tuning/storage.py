@@ -54,7 +54,11 @@ class Journal:
             sweep_sessions(folder)
             self.study = self._open(name, sampler, resume)
         except OSError as error:
+            self._session.close()
             raise StudyError(f"the study {self.path} cannot be opened: {error}") from None
+        except BaseException:
+            self._session.close()
+            raise
 
     def _open(self, name: str, sampler: optuna.samplers.BaseSampler, resume: bool) -> optuna.Study:
         while True:

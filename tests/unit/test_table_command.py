@@ -242,6 +242,13 @@ def test_nothing_is_imported_of_a_bad_file(folders: tuple[Path, Path], tmp_path:
     assert not folders[0].exists()
 
 
+@pytest.mark.parametrize("name", ["show", "check", "import"])
+def test_help_has_an_example(name: str) -> None:
+    result = run(name, "--help")
+    assert result.exit_code == 0
+    assert f"  fa2gen table {name}" in result.stdout.split("Example", 1)[1]
+
+
 def test_wrong_usage_is_one_line() -> None:
     for arguments, code in (
         (["import"], 2),
