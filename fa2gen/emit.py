@@ -8,19 +8,23 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jinja2
 
 from . import __version__
 from .codegen import PARAMS, KernelSource, ParamStruct, render_kernel, template_hash
+from .constraints import default_config, infeasible_reason
 from .data import data_dir
-from .errors import ArgumentError
-from .hardware import Gpu
+from .errors import ArgumentError, InfeasibleError
+from .hardware import Gpu, arch_limits, supported_compute_capabilities
 from .problem import Problem
-from .spec import KernelSpec
+from .spec import FwdConfig, KernelSpec
 from .tables import Match, lookup
 from .tuning.report import default_requests
+
+#: What :func:`emit` writes besides the kernels.
+EXTRA_FILES = ("manifest.json", "main.cpp", "Makefile", "README.md")
 
 # Field kind of the kernels' parameter structs -> type in host code.
 _HOST_TYPES = {"pointer": "CUdeviceptr", "i64": "int64_t", "int": "int", "float": "float"}
@@ -56,29 +60,63 @@ def typical_problem(spec: KernelSpec, seqlen_q: int, seqlen_k: int) -> Problem:
     return dataclasses.replace(request.problem, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
 
 
+def choose(
+    spec: KernelSpec,
+    gpu: Gpu,
+    *,
+    seqlen_q: int = 2048,
+    seqlen_k: int | None = None,
+    config: FwdConfig | Literal["default"] | None = None,
+) -> EmittedKernel:
+    """The kernel for a spec: its source, and how its config was chosen.
+
+    Args:
+        spec, gpu: What is computed, and on which chip.
+        seqlen_q, seqlen_k: The lengths that the config is chosen for; ``seqlen_k`` defaults to ``seqlen_q``.
+        config: A config instead of the tuned one, or ``"default"``: the one that serves every chip.
+
+    Raises:
+        InfeasibleError: The given config is not legal for the spec on this GPU.
+    """
+    problem = typical_problem(spec, seqlen_q, seqlen_q if seqlen_k is None else seqlen_k)
+    if config is None:
+        match = lookup(spec, problem.bucket(gpu.num_sms), gpu, template_hash=template_hash)
+    elif config == "default":
+        match = Match(default_config(spec), "default", 0, False, None)
+    else:
+        if reason := infeasible_reason(spec, config, gpu.arch):
+            raise InfeasibleError(f"{config.slug()} cannot run {spec.slug()} on {gpu.name}: {reason}")
+        match = Match(config, "given", 0, False, None)
+    return EmittedKernel(f"{spec.slug()}.cu", render_kernel(spec, match.config), match, problem)
+
+
 def emit(
-    specs: Sequence[KernelSpec], gpu: Gpu, out: Path, *, seqlen_q: int = 2048, seqlen_k: int | None = None
+    specs: Sequence[KernelSpec],
+    gpu: Gpu,
+    out: Path,
+    *,
+    seqlen_q: int = 2048,
+    seqlen_k: int | None = None,
+    config: FwdConfig | Literal["default"] | None = None,
 ) -> list[EmittedKernel]:
-    """Writes one ``.cu`` per spec, ``manifest.json``, ``main.cpp`` and a ``Makefile``.
+    """Writes one ``.cu`` per spec, and ``EXTRA_FILES``.
 
     Args:
         specs: What to write; no two alike.
         gpu: The GPU whose tuned configs and target are used.
         out: Folder, made if need be; files of the same names are replaced.
-        seqlen_q, seqlen_k: The lengths that configs are chosen for; ``seqlen_k`` defaults to ``seqlen_q``.
+        seqlen_q, seqlen_k, config: As for :func:`choose`.
 
     Raises:
         ArgumentError: No specs, or ``out`` is a file or has folders of the files' names.
+        InfeasibleError: The given config is not legal for a spec on this GPU; nothing is written.
         OSError: The folder cannot be written.
     """
     if not specs:
         raise ArgumentError("specs must name at least one kernel")
     if out.exists() and not out.is_dir():
         raise ArgumentError(f"out must be a folder, {out} is a file")
-    kernels = [
-        _choose(spec, gpu, typical_problem(spec, seqlen_q, seqlen_q if seqlen_k is None else seqlen_k))
-        for spec in specs
-    ]
+    kernels = [choose(spec, gpu, seqlen_q=seqlen_q, seqlen_k=seqlen_k, config=config) for spec in specs]
     texts = {kernel.file: kernel.source.text for kernel in kernels}
     texts["manifest.json"] = json.dumps(manifest(kernels, gpu), indent=2) + "\n"
     texts |= _example(kernels, gpu)
@@ -97,11 +135,6 @@ def _write_all(out: Path, texts: Mapping[str, str]) -> None:
             Path(staging, name).write_text(text, encoding="utf-8")
         for name in texts:
             Path(staging, name).replace(out / name)
-
-
-def _choose(spec: KernelSpec, gpu: Gpu, problem: Problem) -> EmittedKernel:
-    match = lookup(spec, problem.bucket(gpu.num_sms), gpu, template_hash=template_hash)
-    return EmittedKernel(f"{spec.slug()}.cu", render_kernel(spec, match.config), match, problem)
 
 
 def manifest(kernels: Sequence[EmittedKernel], gpu: Gpu) -> dict[str, Any]:
@@ -134,15 +167,24 @@ def _manifest_entry(kernel: EmittedKernel) -> dict[str, Any]:
         "entry": source.entry,
         "spec": source.spec.canonical(),
         "config": source.config.canonical(),
+        "targets": _targets(source),
         "launch": {
             "grid": [f"ceil(seqlen_q / {source.config.block_m}) * batch * num_heads", "1", "1"],
             "block": [source.num_threads, 1, 1],
             "dynamic_smem_bytes": source.smem_bytes,
+            "max_dynamic_smem_must_be_set": source.smem_bytes > 48 * 1024,
         },
+        "alignment_bytes": source.spec.alignment,
         "parameters": {"struct": params.name, "bytes": params.size, "fields": _field_list(params)},
         "config_chosen": chosen,
         "template_hash": template_hash(source.spec.kind, source.config.family),
     }
+
+
+def _targets(source: KernelSource) -> list[str]:
+    """Chips that grant a block the shared memory it needs."""
+    chips = map(arch_limits, supported_compute_capabilities())
+    return [chip.target for chip in chips if source.smem_bytes <= chip.max_smem_per_block]
 
 
 def _field_list(params: ParamStruct) -> list[dict[str, Any]]:
@@ -154,18 +196,19 @@ def _field_list(params: ParamStruct) -> list[dict[str, Any]]:
 
 
 def _example(kernels: Sequence[EmittedKernel], gpu: Gpu) -> dict[str, str]:
-    """``main.cpp`` and ``Makefile`` for the kernels."""
+    """``main.cpp``, ``Makefile`` and ``README.md`` for the kernels."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(data_dir("templates")),
         undefined=jinja2.StrictUndefined,
         keep_trailing_newline=True,
+        trim_blocks=True,
         autoescape=False,
     )
     params = PARAMS[kernels[0].source.spec.kind]
-    declarations = [f"{_HOST_TYPES[field.kind]} {field.name};" for field in params.fields]
-    width = max(map(len, declarations))
     rows = [
         {
+            "file": kernel.file,
+            "dtype": kernel.source.spec.dtype,
             "cubin": Path(kernel.file).with_suffix(".cubin").name,
             "entry": kernel.source.entry,
             "head_dim": kernel.source.spec.head_dim,
@@ -181,13 +224,14 @@ def _example(kernels: Sequence[EmittedKernel], gpu: Gpu) -> dict[str, str]:
     ]
     context = {
         "version": __version__,
+        "gpu": gpu.name,
         "target": gpu.target,
         "cubins": [row["cubin"] for row in rows],
         "kernels": rows,
         "params_bytes": params.size,
-        "fields": [(text.ljust(width), f.meaning) for text, f in zip(declarations, params.fields, strict=True)],
+        "fields": [(f.heading, f"{_HOST_TYPES[f.kind]} {f.name};", f.meaning) for f in params.fields],
     }
     return {
         name: environment.get_template(f"emit/{name}.j2").render(context).rstrip("\n") + "\n"
-        for name in ("main.cpp", "Makefile")
+        for name in EXTRA_FILES[1:]
     }

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import re
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -193,6 +194,31 @@ class FwdConfig(_Canonical):
     @property
     def num_threads(self) -> int:
         return 32 * self.num_warps
+
+    @classmethod
+    def from_slug(cls, slug: str) -> FwdConfig:
+        """Inverse of :meth:`slug`.
+
+        Raises:
+            ArgumentError: Not a config's slug, or a value that is not legal.
+        """
+        match = re.fullmatch(
+            r"([a-z0-9]+)_(\d{1,6})x(\d{1,6})s(\d{1,6})_w(\d{1,6})_st(\d{1,6})_(qr|qs)_([a-z]+)_mb(\d{1,6})", slug
+        )
+        if match is None:
+            raise ArgumentError(f"config must read like {cls().slug()}, got {slug!r}")
+        family, block_m, block_n, step_n, num_warps, num_stages, q, softmax, min_blocks = match.groups()
+        return cls(
+            family=family,
+            block_m=int(block_m),
+            block_n=int(block_n),
+            step_n=int(step_n),
+            num_warps=int(num_warps),
+            num_stages=int(num_stages),
+            q_in_regs=q == "qr",
+            softmax=softmax,
+            min_blocks=int(min_blocks),
+        )
 
     def slug(self) -> str:
         """Readable identity, e.g. ``sm80_128x64s64_w4_st2_qs_guarded_mb2``."""

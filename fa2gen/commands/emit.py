@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 import click
 
-from .options import gpu_option, make_specs, resolve_gpu, seqlen_options, spec_options
+from ..errors import ArgumentError
+from ..spec import FwdConfig
+from .options import gpu_option, json_option, make_specs, resolve_gpu, seqlen_options, spec_options
+
+if TYPE_CHECKING:
+    from ..emit import EmittedKernel
 
 
 @click.command("emit")
@@ -14,13 +21,14 @@ from .options import gpu_option, make_specs, resolve_gpu, seqlen_options, spec_o
 @gpu_option("GPU whose tuned configs and target are used. [default: the one found, else a100]")
 @seqlen_options(2048)
 @click.option(
-    "-o",
-    "--out",
-    type=click.Path(path_type=Path),
-    required=True,
-    metavar="DIR",
-    help="Folder for the files.",
+    "--config",
+    "config_text",
+    metavar="CONFIG",
+    help="This config instead of the tuned one: default, a name such as sm80_128x64s64_w4_st2_qs_online_mb1, or JSON.",
 )
+@click.option("-o", "--out", type=click.Path(path_type=Path), metavar="DIR", help="Folder for the files.")
+@click.option("--stdout", "to_stdout", is_flag=True, help="Print one kernel instead of writing files.")
+@json_option
 def command(
     headdims: tuple[int, ...],
     dtypes: tuple[str, ...],
@@ -29,25 +37,71 @@ def command(
     gpu_name: str | None,
     seqlen_q: int,
     seqlen_k: int | None,
-    out: Path,
+    config_text: str | None,
+    out: Path | None,
+    to_stdout: bool,
+    as_json: bool,
 ) -> None:
     """Write kernels as CUDA files that nvcc compiles alone.
 
     Every combination of the options is one file; the lengths say which tuned config it gets, the kernel serves any.
     With them come manifest.json (specs, configs, launch rules, parameters), main.cpp (launches the kernels through the
-    CUDA driver API and checks the results) and a Makefile.
+    CUDA driver API and checks the results), a Makefile and a README.md.
 
     \b
-    Example:
+    Examples:
       fa2gen emit --headdim 128 --causal --gpu a100 -o out/
       nvcc -cubin -arch=sm_80 out/fwd_d128_bf16_causal_gqa1.cu
+      fa2gen emit --headdim 64 --dtype fp16 --causal --config default --stdout
     """
-    from ..emit import emit as write
+    from ..emit import EXTRA_FILES, choose, emit, manifest
 
+    if (out is None) != to_stdout:
+        raise click.UsageError("give either --out or --stdout", click.get_current_context())
+    if to_stdout and as_json:
+        raise click.UsageError(
+            "--json tells what --out wrote; it does not go with --stdout", click.get_current_context()
+        )
     specs = make_specs(headdims, dtypes, causal, gqa_ratios)
+    config = None if config_text is None else parse_config(config_text)
     gpu = resolve_gpu(gpu_name, default="a100")
-    kernels = write(specs, gpu, out, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
+    if out is None:
+        if len(specs) > 1:
+            raise click.UsageError(
+                f"--stdout prints one kernel, the options name {len(specs)}: "
+                "give --headdim, --dtype, --causal or --no-causal, and --gqa once each",
+                click.get_current_context(),
+            )
+        kernel = choose(specs[0], gpu, seqlen_q=seqlen_q, seqlen_k=seqlen_k, config=config)
+        click.echo(kernel.source.text, nl=False)
+        return
+    kernels = emit(specs, gpu, out, seqlen_q=seqlen_q, seqlen_k=seqlen_k, config=config)
+    if as_json:
+        files = [*(kernel.file for kernel in kernels), *EXTRA_FILES]
+        click.echo(json.dumps({"out": str(out), "files": files, **manifest(kernels, gpu)}, indent=2))
+        return
+    _report(kernels, out)
+    click.echo(f"{out / EXTRA_FILES[0]}, {', '.join(EXTRA_FILES[1:])}: make -C {out}, for {gpu.target}")
+
+
+def _report(kernels: list[EmittedKernel], out: Path) -> None:
     for kernel in kernels:
         click.echo(f"{out / kernel.file}")
         click.echo(f"  {kernel.match.describe()}")
-    click.echo(f"{out / 'main.cpp'}, manifest.json, Makefile: make -C {out}, for {gpu.target}")
+
+
+def parse_config(text: str) -> FwdConfig | Literal["default"]:
+    """A config from the command line: ``default``, a config's slug, or a JSON object of its fields.
+
+    Raises:
+        ArgumentError: None of these, or a value that no config has.
+    """
+    if text == "default":
+        return "default"
+    if not text.lstrip().startswith("{"):
+        return FwdConfig.from_slug(text)
+    try:
+        form = json.loads(text)
+    except ValueError as error:
+        raise ArgumentError(f"config is not JSON: {error}") from None
+    return FwdConfig.from_canonical(form)

@@ -18,6 +18,7 @@ from click.testing import CliRunner
 from fa2gen.cli import main
 from fa2gen.codegen import FWD_PARAMS, template_hash
 from fa2gen.compile.nvcc import find_nvcc
+from fa2gen.emit import EXTRA_FILES
 from fa2gen.emulator import find_host_compiler
 from fa2gen.errors import ToolchainError
 from fa2gen.launch import POINTERS, fwd_plan
@@ -28,7 +29,8 @@ from fa2gen.spec import FwdConfig, KernelSpec
 SEQLEN_Q, SEQLEN_K, BATCH, NUM_HEADS_K = 67, 35, 3, 2
 
 # Enough of the driver for main.cpp to run without a GPU: memory is malloc's. A launch writes down what it was given,
-# and by the variable STUB does nothing, computes attention ("right") or leaves out every last key ("drops a key").
+# and by the variable STUB does nothing, computes attention ("right") or leaves out every last key ("drops a key"). With
+# "no GPU", "other chip" and "small chip" it never comes to a launch.
 STUB_DRIVER = r"""
 #include <cuda.h>
 #include <math.h>
@@ -36,7 +38,17 @@ STUB_DRIVER = r"""
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-CUresult cuInit(unsigned f) { return CUDA_SUCCESS; }
+static int stub_is(const char* name) { return getenv("STUB") && !strcmp(getenv("STUB"), name); }
+CUresult cuInit(unsigned f) { return stub_is("no GPU") ? CUDA_ERROR_NO_DEVICE : CUDA_SUCCESS; }
+CUresult cuDeviceGetCount(int* n) { *n = 1; return CUDA_SUCCESS; }
+CUresult cuDeviceGetName(char* name, int n, CUdevice d) { snprintf(name, n, "Stub"); return CUDA_SUCCESS; }
+CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute a, CUdevice d) {
+  *value = a == CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR   ? 8
+           : a == CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR ? 9
+           : stub_is("small chip")                             ? 1024
+                                                               : 101376;
+  return CUDA_SUCCESS;
+}
 CUresult cuDeviceGet(CUdevice* d, int i) { *d = i; return CUDA_SUCCESS; }
 CUresult cuDevicePrimaryCtxRetain(CUcontext* c, CUdevice d) { *c = (CUcontext)1; return CUDA_SUCCESS; }
 CUresult cuDevicePrimaryCtxRelease(CUdevice d) { return CUDA_SUCCESS; }
@@ -47,7 +59,10 @@ CUresult cuMemAlloc(CUdeviceptr* p, size_t n) { *p = (CUdeviceptr)malloc(n); ret
 CUresult cuMemFree(CUdeviceptr p) { free((void*)p); return CUDA_SUCCESS; }
 CUresult cuMemcpyHtoD(CUdeviceptr d, const void* s, size_t n) { memcpy((void*)d, s, n); return CUDA_SUCCESS; }
 CUresult cuMemcpyDtoH(void* d, CUdeviceptr s, size_t n) { memcpy(d, (void*)s, n); return CUDA_SUCCESS; }
-CUresult cuModuleLoadData(CUmodule* m, const void* image) { *m = (CUmodule)1; return CUDA_SUCCESS; }
+CUresult cuModuleLoadData(CUmodule* m, const void* image) {
+  *m = (CUmodule)1;
+  return stub_is("other chip") ? CUDA_ERROR_NO_BINARY_FOR_GPU : CUDA_SUCCESS;
+}
 CUresult cuModuleUnload(CUmodule m) { return CUDA_SUCCESS; }
 CUresult cuModuleGetFunction(CUfunction* f, CUmodule m, const char* name) {
   *f = (CUfunction)strdup(name);
@@ -184,10 +199,82 @@ def test_example_tells_right_from_wrong(sizes: tuple[int, ...], example: Path, m
     assert wrong.stdout.count("WRONG ") == kernels
 
 
+def test_example_says_what_is_wrong(example: Path) -> None:
+    def error(*arguments: str, stub: str = "") -> tuple[int, str]:
+        done = subprocess.run(
+            ["./attention", *arguments], cwd=example, env=os.environ | {"STUB": stub}, capture_output=True, text=True,
+            timeout=60, check=False,
+        )  # fmt: skip
+        assert done.stderr.count("\n") == 1, done.stderr
+        return done.returncode, done.stderr
+
+    assert error(stub="no GPU") == (1, "error: no GPU was found\n")
+    code, text = error("7", "7", stub="other chip")
+    assert (code, "ARCH=sm_89" in text) == (1, True), text
+    code, text = error("7", "7", stub="small chip")
+    assert (code, "bytes of shared memory a block, Stub has 1024" in text) == (1, True), text
+    for wrong in ("-1", "x", "1x", "", "1048577", "99999999999999999999"):
+        code, text = error("5", wrong)
+        assert (code, f"sizes are numbers from 0 to 1048576, got {wrong}; usage" in text) == (2, True), text
+    assert error("1", "2", "3", "4", "5")[0] == 2
+    assert error("1", "1048576", "1048576", "1048576") == (
+        2,
+        "error: these sizes need more memory than this program takes\n",
+    )
+    (example / "launches.txt").unlink(missing_ok=True)
+    help_text = subprocess.run(["./attention", "--help"], cwd=example, capture_output=True, text=True, check=True)
+    assert help_text.stdout.startswith("usage: attention")
+    cubin = next(example.glob("*.cubin"))
+    kept = cubin.read_bytes()
+    cubin.unlink()
+    try:
+        code, text = error("7", "7", stub="right")
+    finally:
+        cubin.write_bytes(kept)
+    assert (code, text) == (1, f"error: {cubin.name} is missing; run make\n")
+
+
+def test_makefile_finds_nvcc(emitted: Path, tmp_path: Path) -> None:
+    def commands(**variables: str) -> subprocess.CompletedProcess[str]:
+        environment = {"PATH": str(tmp_path), **variables}
+        command = [str(shutil.which("make")), "-n", "fwd_d128_bf16_causal_gqa1.cubin"]
+        return subprocess.run(command, cwd=emitted, env=environment, capture_output=True, text=True, check=False)
+
+    none = commands()
+    assert none.returncode != 0
+    assert "nvcc was not found" in none.stderr
+    assert commands(CUDA_HOME="/opt/cuda").stdout.startswith("/opt/cuda/bin/nvcc -std=c++17 -O3 -cubin -arch=sm_80 ")
+    assert commands(NVCC="/x/nvcc", ARCH="sm_90").stdout.startswith("/x/nvcc -std=c++17 -O3 -cubin -arch=sm_90 ")
+    (tmp_path / "nvcc").write_text("#!/bin/sh\n")
+    (tmp_path / "nvcc").chmod(0o755)
+    (tmp_path / "sh").symlink_to(str(shutil.which("sh")))
+    assert commands(CUDA_HOME="/opt/cuda").stdout.startswith(f"{tmp_path}/nvcc ")
+
+
+def test_example_is_formatted(emitted: Path) -> None:
+    program = shutil.which("clang-format")
+    if program is None:
+        pytest.skip("clang-format is not installed; the extra [lint] brings it")
+    style = Path(__file__).parents[2] / ".clang-format"
+    done = subprocess.run(
+        [program, f"--style=file:{style}", "--dry-run", "--Werror", str(emitted / "main.cpp")],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+def test_readme_names_every_kernel(emitted: Path, manifest: dict[str, Any]) -> None:
+    text = (emitted / "README.md").read_text()
+    for kernel in manifest["kernels"]:
+        row = next(line for line in text.splitlines() if line.startswith(f"| `{kernel['file']}`"))
+        numbers = [kernel["spec"]["head_dim"], kernel["launch"]["block"][0], kernel["launch"]["dynamic_smem_bytes"]]
+        assert all(f"| {number} |" in row for number in numbers), row
+
+
 def test_one_file_per_kernel(emitted: Path, manifest: dict[str, Any]) -> None:
     names = {f"fwd_d128_{dtype}_causal_gqa{ratio}.cu" for dtype in ("fp16", "bf16") for ratio in (1, 7)}
     assert {kernel["file"] for kernel in manifest["kernels"]} == names
-    assert {path.name for path in emitted.iterdir()} == names | {"manifest.json", "main.cpp", "Makefile"}
+    assert {path.name for path in emitted.iterdir()} == names | set(EXTRA_FILES)
 
 
 def test_kernels_include_nothing(emitted: Path) -> None:
