@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import glob
+import itertools
 import os
 import shutil
 import tempfile
@@ -170,8 +171,7 @@ def _present_entries(path: Path) -> tuple[TunedEntry, ...]:
     except NewerSchemaError:
         raise
     except TableError as error:
-        # os.replace of the table leaves the copy alone; two sessions in one second have their process ids.
-        backup = path.with_name(f"{path.name}.damaged-{utc_now().replace(':', '')}-{os.getpid()}")
+        backup = free_name(path, "damaged")
         shutil.copy2(path, backup)
         # Before the table is replaced: a power cut leaves one of the two.
         with open(backup, "rb") as copy:
@@ -185,6 +185,13 @@ def _present_entries(path: Path) -> tuple[TunedEntry, ...]:
         )
         return saved
     return table.entries if table else ()
+
+
+def free_name(path: Path, why: str) -> Path:
+    """A name for what is put aside, ``<name>.<why>-<utc>-<pid>``; counted where one process does so often."""
+    stem = f"{path.name}.{why}-{utc_now().replace(':', '')}-{os.getpid()}"
+    names = itertools.chain([stem], (f"{stem}-{count}" for count in itertools.count(2)))
+    return next(aside for aside in map(path.with_name, names) if not os.path.lexists(aside))
 
 
 def _sweep(path: Path) -> None:

@@ -12,8 +12,8 @@ from typing import IO, Any
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 
-from fa2gen.tables import utc_now
 from fa2gen.tables.locks import is_same_file
+from fa2gen.tables.store import free_name
 
 _CHUNK = 65536
 
@@ -122,13 +122,7 @@ def _replayed(path: Path, lock: Any) -> JournalStorage:
 
 def put_aside(path: Path, why: str) -> Path:
     """Renames a journal to ``<name>.<why>-<utc>-<pid>``."""
-    count = 0
-    while True:
-        suffix = f"-{count}" if count else ""
-        aside = path.with_name(f"{path.name}.{why}-{utc_now().replace(':', '')}-{os.getpid()}{suffix}")
-        if not aside.exists():
-            return path.rename(aside)
-        count += 1
+    return path.rename(free_name(path, why))
 
 
 class Session:

@@ -148,6 +148,17 @@ def test_merging_keeps_the_rest(tmp_path):
     assert sorted(entries, key=repr) == sorted([first, second, other_bucket], key=repr)
 
 
+def test_every_backup_has_a_name_of_its_own(tmp_path):
+    path = table_path(tmp_path, "a100", "fwd")
+    path.parent.mkdir()
+    for damage in ("first", "second", "third"):
+        path.write_text(damage)
+        with pytest.warns(RuntimeWarning, match="kept as"):
+            save_entries(GPU, [entry()], root=tmp_path)
+    backups = path.parent.glob("fwd.json.damaged-*")
+    assert sorted(backup.read_text() for backup in backups) == ["first", "second", "third"]
+
+
 def test_what_killed_writers_left_is_swept(tmp_path):
     (path,) = save_entries(GPU, [entry()], root=tmp_path)
     mine = path.with_name("notes.tmp")
