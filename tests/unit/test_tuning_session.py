@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
-import os
-import signal
-import time
-
 import pytest
 
 from fa2gen.constraints import default_config
 from fa2gen.driver import DeviceInfo
-from fa2gen.errors import ArgumentError, LaunchError, TableError, ToolchainError
+from fa2gen.errors import ArgumentError, LaunchError, TableError
 from fa2gen.hardware import get_gpu
 from fa2gen.problem import Problem
 from fa2gen.spec import KernelSpec
 from fa2gen.tables import load_table, save_entries, table_path
-from fa2gen.tuning.model import MODEL_VERSION
 from fa2gen.tuning.session import TuneRequest, default_requests, tune
-from fa2gen.tuning.space import legal_space
-from fa2gen.tuning.study import TuningStudy
 from fa2gen.tuning.worker import TrialFailure
 from tests.tuning_fakes import FakeRooms, ResourceUsage, entry, request_for
 
@@ -82,93 +74,6 @@ def test_bad_arguments(rooms, tmp_path, options):
         run(rooms, tmp_path, **options)
 
 
-def test_predicted_compiles_24_of_each_spec_and_proves_winner_and_default(rooms, tmp_path):
-    specs = [KernelSpec(dtype=dtype, causal=causal) for dtype in ("bf16", "fp16") for causal in (False, True)]
-    requests = [request_for(spec, seqlen) for spec in specs for seqlen in (512, 2048, 8192)]
-    report = run(rooms, tmp_path, requests, "a100")
-    assert not report.measured
-    assert not report.interrupted
-    assert len(report.entries) == len(saved(tmp_path, "a100")) == 12
-    for spec in specs:
-        tried = [config for compiled, config in rooms.compiled if compiled == spec]
-        assert len(set(tried)) == len(tried) >= 24
-        assert default_config(spec) in tried
-        proved = {config for proven, config in rooms.proved if proven == spec}
-        winners = {row.config for row in report.entries if row.spec == spec}
-        assert proved == winners | {default_config(spec)}
-    for row in report.entries:
-        assert (row.measurement.kind, row.measurement.n) == ("predicted", 0)
-        assert row.provenance.model_version == MODEL_VERSION
-        assert row.provenance.numerics.startswith("emulator: passed")
-        assert row.provenance.trials >= 24
-    assert (report.compiled, report.cached) == (len(rooms.compiled), 0)
-    assert report.paths == (tmp_path / "tables" / "a100" / "fwd.json",)
-
-
-def test_predicted_times_are_kept_in_a_study_of_their_own(rooms, tmp_path):
-    rooms.refused = lambda config: config.block_m == 128
-    run(rooms, tmp_path, gpu="a100", trials=40)
-    request = request_for()
-
-    def open_study(**options):
-        gpu = get_gpu("a100")
-        return TuningStudy(
-            gpu,
-            request.spec,
-            request.problem.bucket(gpu.num_sms),
-            template_hash="t",
-            space=legal_space(request.spec, gpu),
-            **options,
-        )
-
-    with open_study(objective=f"{MODEL_VERSION}, nvcc 13.0.88") as study:
-        times, failures = study.times(), study.failures()
-    assert len(times) + len(failures) >= 40
-    assert times
-    assert {outcome for outcome, _ in failures.values()} == {"compile_failed"}
-    with open_study() as study:
-        assert not study.times(), "measured and predicted times met"
-    # A shorter session still knows what the longer one found; without resume it does not.
-    report = run(rooms, tmp_path, gpu="a100", trials=2)
-    assert report.entries[0].measurement.ms == min(times.values())
-    assert report.entries[0].provenance.trials >= 40
-    report = run(rooms, tmp_path, gpu="a100", trials=2, resume=False)
-    assert report.entries[0].provenance.trials <= 3
-
-
-def test_predicted_uses_what_ptxas_says(rooms, tmp_path):
-    best = run(rooms, tmp_path, gpu="a100").entries[0].config
-    spilling = FakeRooms(resources=lambda c: ResourceUsage(255, 4000 * (c == best), 4000 * (c == best), 0, 0, 1))
-    report = run(spilling, tmp_path, gpu="a100")
-    assert report.entries[0].config != best
-    assert [(f.config, f.outcome) for f in report.failures] == [(best, "spilled")]
-    arrays = FakeRooms(resources=lambda c: ResourceUsage(200, 0, 0, 384 * (c == best), 0, 1))
-    report = run(arrays, tmp_path, gpu="a100")
-    assert report.entries[0].config != best
-    assert "not unrolled" in report.failures[0].reason
-
-
-def test_predicted_never_saves_a_config_that_failed_the_gate(rooms, tmp_path):
-    best = run(rooms, tmp_path, gpu="a100").entries[0].config
-    wrong = FakeRooms(wrong=lambda config: config == best)
-    report = run(wrong, tmp_path / "second", gpu="a100")
-    assert report.entries[0].config != best
-    assert (best, "wrong") in [(f.config, f.outcome) for f in report.failures]
-    all_wrong = FakeRooms(wrong=lambda config: True)
-    report = run(all_wrong, tmp_path / "third", gpu="a100")
-    assert report.entries == ()
-    assert saved(tmp_path / "third", "a100") == {}
-    assert len(all_wrong.proved) <= 4
-
-
-def test_predicted_reports_refused_kernels(rooms, tmp_path):
-    rooms.refused = lambda config: config.softmax == "guarded"
-    report = run(rooms, tmp_path, gpu="a100")
-    assert report.entries[0].config.softmax == "online"
-    assert {f.outcome for f in report.failures} == {"compile_failed"}
-    assert "line 3" in report.failures[0].reason
-
-
 def test_no_trials_means_the_default_alone(rooms, h200, tmp_path):
     report = run(rooms, tmp_path, gpu="a100", trials=0)
     assert [config for _, config in rooms.compiled] == [DEFAULT]
@@ -176,65 +81,6 @@ def test_no_trials_means_the_default_alone(rooms, h200, tmp_path):
     report = run(h200, tmp_path, trials=0)
     assert h200.worker.measured == [DEFAULT]
     assert (report.entries[0].config, report.measured) == (DEFAULT, True)
-
-
-def test_ctrl_c_while_compiling_keeps_what_was_proved(rooms, tmp_path):
-    specs = [KernelSpec(), KernelSpec(causal=True), KernelSpec(dtype="fp16")]
-
-    def interrupt(index):
-        # Well inside the third spec's 25 configs; proofs of the first two run beside.
-        if index >= 55:
-            time.sleep(0.05)
-        if index == 70:
-            raise KeyboardInterrupt
-
-    rooms.on_compiled = interrupt
-    report = run(rooms, tmp_path, [request_for(spec) for spec in specs], "a100")
-    assert report.interrupted
-    assert {row.spec for row in report.entries} == set(specs[:2])
-    assert {(row.spec, row.bucket) for row in report.entries} == set(saved(tmp_path, "a100"))
-
-
-@pytest.mark.parametrize(
-    ("stage", "number", "times"), [("compile", 20, 1), ("prove", 1, 2), ("prove", 4, 1), ("save", 1, 1), ("save", 1, 2)]
-)
-def test_ctrl_c_while_predicting_leaves_a_good_table(rooms, tmp_path, stage, number, times):
-    """Proofs that run are waited for and saved, none begins, and no default takes the place of an unproved choice."""
-    sent = []
-
-    def progress(event):
-        if event.stage == stage and event.done >= number and len(sent) < times:
-            sent.append(event)
-            os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(0.02)
-
-    def prove(spec, config):
-        time.sleep(0.05)
-        return rooms._prove(spec, config)
-
-    specs = [
-        KernelSpec(head_dim=64, dtype=dtype, causal=causal) for dtype in ("bf16", "fp16") for causal in (False, True)
-    ]
-    requests = [request_for(spec, seqlen) for spec in specs for seqlen in (512, 4096)]
-    tools = dataclasses.replace(rooms.tools(), prove=prove)
-    options = {"out": tmp_path / "tables", "tools": tools, "trials": 12}
-    report = tune(requests, get_gpu("a100"), progress=progress, **options)
-    assert report.interrupted
-    assert {(row.spec, row.bucket) for row in report.entries} == set(saved(tmp_path, "a100"))
-    full = tune(requests, get_gpu("a100"), **options)
-    assert len(full.entries) == len(requests)
-    found = {row.key: row.config for row in full.entries}
-    assert all(found[row.key] == row.config for row in report.entries)
-
-
-def test_interrupted_at_once(rooms, tmp_path):
-    def interrupt(index):
-        raise KeyboardInterrupt
-
-    rooms.on_compiled = interrupt
-    report = run(rooms, tmp_path, gpu="a100")
-    assert report.interrupted
-    assert report.entries == ()
 
 
 def test_timeout_ends_the_session(rooms, h200, tmp_path):
@@ -246,33 +92,11 @@ def test_timeout_ends_the_session(rooms, h200, tmp_path):
     assert h200.worker.measured == []
 
 
-def test_no_host_compiler_is_noticed_before_anything_is_compiled(rooms, tmp_path):
-    from dataclasses import replace
-
-    def missing():
-        raise ToolchainError("no g++")
-
-    tools = replace(rooms.tools(), require_emulator=missing)
-    with pytest.raises(ToolchainError, match=r"no g\+\+"):
-        tune([request_for()], get_gpu("a100"), out=tmp_path, tools=tools)
-    assert rooms.compiled == []
-
-
 def test_a_table_that_cannot_be_written_is_an_error(rooms, tmp_path):
     (tmp_path / "tables").mkdir()
     (tmp_path / "tables" / "a100").write_text("in the way")
     with pytest.raises(TableError, match="cannot be written"):
         run(rooms, tmp_path, gpu="a100")
-
-
-def test_progress_counts_every_stage(rooms, tmp_path):
-    events = []
-    run(rooms, tmp_path, gpu="a100", progress=events.append)
-    for stage in ("compile", "prove", "save"):
-        mine = [event for event in events if event.stage == stage]
-        assert [event.done for event in mine] == list(range(1, len(mine) + 1))
-        assert mine[-1].total >= mine[-1].done
-    assert max(event.total for event in events if event.stage == "compile") == len(rooms.compiled)
 
 
 def test_which_gpu_is_measured(rooms, h200, tmp_path):
@@ -394,6 +218,39 @@ def test_equal_code_is_timed_once(h200, tmp_path, monkeypatch):
     assert len(h200.worker.measured) == 1
 
 
+def test_equal_code_that_crashed_is_not_run_again(h200, tmp_path, monkeypatch):
+    monkeypatch.setattr("fa2gen.tuning.measured.code_digest", lambda kernel: "the same")
+
+    def crash(config):
+        raise TrialFailure("timeout", "no answer")
+
+    h200.milliseconds = crash
+    report = run(h200, tmp_path, trials=5)
+    assert len(h200.worker.measured) == 1
+    assert [failure.outcome for failure in report.failures] == ["timeout"] * 6
+    assert report.entries == ()
+
+
+def test_a_hopeless_config_is_compared_with_the_best_so_far(h200, tmp_path):
+    """The process stops after a first look at what is three times slower (``measure.HOPELESS``)."""
+    call, best = h200.worker.call, []
+
+    def watch(operation, payload=None, *, timeout):
+        if operation == "measure":
+            best.append(payload.best_ms)
+        return call(operation, payload, timeout=timeout)
+
+    h200.worker.call = watch
+    h200.milliseconds = lambda config: 5.0 - 0.1 * len(h200.worker.measured)
+    run(h200, tmp_path, trials=5)
+    assert best[0] == float("inf")
+    assert best[1:] == pytest.approx([4.9, 4.8, 4.7, 4.6, 4.5])
+    # An earlier session's best counts from the start.
+    best.clear()
+    run(h200, tmp_path, trials=5)
+    assert best[0] == pytest.approx(4.4)
+
+
 @pytest.mark.parametrize("gpu", ["h200", "a100"])
 def test_a_table_that_cannot_be_written_stops_the_session_at_once(gpu, h200, tmp_path):
     path = table_path(tmp_path / "tables", gpu, "fwd")
@@ -404,13 +261,3 @@ def test_a_table_that_cannot_be_written_stops_the_session_at_once(gpu, h200, tmp
     assert h200.compiled == []
     assert not h200.worker.running
     assert path.read_text() == '{"schema": 99}'
-
-
-def test_the_report_counts_predictions_that_gave_way(rooms, tmp_path):
-    requests = [request_for(seqlen=seqlen) for seqlen in (512, 2048)]
-    measured = entry(SPEC, requests[0].problem, kind="measured")
-    save_entries(get_gpu("a100"), [measured], root=tmp_path / "tables")
-    report = run(rooms, tmp_path, requests, "a100")
-    assert (len(report.entries), report.superseded) == (2, 1)
-    assert saved(tmp_path, "a100")[measured.key] == measured
-    assert run(rooms, tmp_path / "other", requests, "a100").superseded == 0
