@@ -99,6 +99,10 @@ def parse_config(text: str) -> FwdConfig | Literal["default"]:
     if text == "default":
         return "default"
     if not text.lstrip().startswith("{"):
+        if "_" not in text:
+            raise ArgumentError(
+                f"config must be default, a name such as {FwdConfig().slug()}, or a JSON object of fields; got {text!r}"
+            )
         return FwdConfig.from_slug(text)
     try:
         form = json.loads(text)
