@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -21,7 +20,7 @@ from .hardware import Gpu, arch_limits, supported_compute_capabilities
 from .problem import Problem
 from .spec import FwdConfig, KernelSpec
 from .tables import Match, lookup
-from .tuning.report import default_requests
+from .tuning.report import usual_problem
 
 #: What :func:`emit` writes besides the kernels.
 EXTRA_FILES = ("manifest.json", "main.cpp", "Makefile", "README.md")
@@ -48,18 +47,6 @@ class EmittedKernel:
     problem: Problem
 
 
-def typical_problem(spec: KernelSpec, seqlen_q: int, seqlen_k: int) -> Problem:
-    """A call of these lengths with the batch and the heads that tuning assumes (``tuning.report.default_requests``)."""
-    (request,) = default_requests(
-        spec.head_dim,
-        dtypes=(spec.dtype,),
-        causal=(spec.causal,),
-        gqa_ratios=(spec.gqa_ratio,),
-        seqlens=(max(1, seqlen_q),),
-    )
-    return dataclasses.replace(request.problem, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
-
-
 def choose(
     spec: KernelSpec,
     gpu: Gpu,
@@ -78,7 +65,7 @@ def choose(
     Raises:
         InfeasibleError: The given config is not legal for the spec on this GPU.
     """
-    problem = typical_problem(spec, seqlen_q, seqlen_q if seqlen_k is None else seqlen_k)
+    problem = usual_problem(spec, seqlen_q, seqlen_q if seqlen_k is None else seqlen_k)
     if config is None:
         match = lookup(spec, problem.bucket(gpu.num_sms), gpu, template_hash=template_hash)
     elif config == "default":

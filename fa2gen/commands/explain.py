@@ -64,8 +64,8 @@ def command(
       fa2gen explain --headdim 128 --causal --gpu a100 --seqlen-q 4096
       fa2gen explain --headdim 64 --gpu rtx-4090 --config sm80_128x128s64_w4_st3_qs_online_mb1
     """
-    from ..emit import typical_problem
     from ..explain import explain
+    from ..tuning.report import usual_problem
 
     spec = KernelSpec(
         head_dim=head_dim,
@@ -75,7 +75,7 @@ def command(
         alignment=2 if head_dim > 0 and head_dim % 8 else 16,
     )
     gpu = resolve_gpu(gpu_name, default="a100")
-    problem = _problem(spec, typical_problem(spec, seqlen_q, seqlen_q if seqlen_k is None else seqlen_k), batch, heads)
+    problem = _problem(spec, usual_problem(spec, seqlen_q, seqlen_q if seqlen_k is None else seqlen_k), batch, heads)
     explanation = explain(spec, problem, gpu, config=config, compile=compiled)
     if as_json:
         from .explain_json import explanation_json

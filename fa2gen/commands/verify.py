@@ -140,10 +140,10 @@ def _choose_config(
     if gpu is None:
         return default_config(spec), "default"
     from ..codegen import template_hash
-    from ..emit import typical_problem
     from ..tables import lookup
+    from ..tuning.report import usual_problem
 
-    bucket = typical_problem(spec, *(lengths or (2048, 2048))).bucket(gpu.num_sms)
+    bucket = usual_problem(spec, *(lengths or (2048, 2048))).bucket(gpu.num_sms)
     match = lookup(spec, bucket, gpu, template_hash=template_hash)
     return match.config, match.source
 
