@@ -118,4 +118,6 @@ def test_another_chip_of_that_name_is_no_exact_hit(path: Path) -> None:
     gpu, entry = _gpu(path), _entries(path)[0]
     slice_of_it = dataclasses.replace(gpu, name=f"dev-{gpu.name}-7sm", num_sms=7)
     match = lookup(entry.spec, entry.bucket, slice_of_it, template_hash=template_hash, roots=[package_dir()])
-    assert (match.source, match.gpu) == ("other gpu", gpu.name)
+    assert match.source == "other gpu"
+    # Of the chips with this instruction set a measured one comes first: an H100's slice borrows from the H200.
+    assert get_gpu(match.gpu).target == gpu.target

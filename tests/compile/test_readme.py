@@ -1,0 +1,102 @@
+"""Every command and example of README.md runs, and shows what README.md says it shows.
+
+A ``console`` block holds prompts (``$ command``) with their output, where ``...`` stands for anything; a plain block
+holds commands, one to a line. A command that a machine without a GPU cannot run stands in ``ELSEWHERE``, with the
+reason.
+"""
+
+from __future__ import annotations
+
+import doctest
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.nvcc
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text()
+ELSEWHERE = {
+    "make test": "is what runs this test",
+    "make tune": "is `fa2gen tune --headdim 128 --gpu a100` in an environment of its own, and that runs here",
+    "pip install '.[gpu]'": "builds PyCUDA, which needs an installed CUDA toolkit",
+    "fa2gen tune --headdim 128": "measures, which needs a GPU",
+}
+
+
+BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.S | re.M)
+
+
+def _commands() -> dict[str, str | None]:
+    """Command to the output that README shows, or None where it shows none; in README's order."""
+    found: dict[str, str | None] = {}
+    for kind, text in BLOCKS:
+        if kind == "console":
+            for part in re.split(r"^\$ ", text, flags=re.M)[1:]:
+                command, _, output = part.partition("\n")
+                found[command.strip()] = output
+        elif kind == "":
+            for line in text.splitlines():
+                command = re.sub(r"\s+#.*", "", line).strip()
+                if re.match(r"(fa2gen|make|pip|python3?) ", command):
+                    found.setdefault(command, None)
+    return found
+
+
+COMMANDS = _commands()
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
+    """An empty working folder, and an environment where ``fa2gen`` and ``python`` are these and write nothing outside.
+
+    The cache of compiled kernels is that of the other tests.
+    """
+    folder = tmp_path_factory.mktemp("readme")
+    binaries = folder / "bin"
+    binaries.mkdir()
+    for name, arguments in {"fa2gen": f"{ROOT / 'cli.py'}", "python": ""}.items():
+        (binaries / name).write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {arguments} "$@"\n')
+        (binaries / name).chmod(0o755)
+    env = {
+        **os.environ,
+        "PATH": f"{binaries}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "FA2GEN_TABLES_DIR": str(folder / "tables"),
+        "FA2GEN_STATE_DIR": str(folder / "state"),
+        "SHELL": "/bin/bash",
+    }
+    work = folder / "work"
+    work.mkdir()
+    for name in ("benchmarks", "pyproject.toml"):
+        (work / name).symlink_to(ROOT / name)
+    return work, env
+
+
+def test_there_are_commands() -> None:
+    assert len(COMMANDS) > 10
+    assert set(ELSEWHERE) <= set(COMMANDS), "a command that README no longer has"
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if c not in ELSEWHERE])
+def test_command_runs_and_shows_what_is_written(command: str, place: tuple[Path, dict[str, str]]) -> None:
+    folder, env = place
+    done = subprocess.run(["bash", "-c", command], cwd=folder, env=env, capture_output=True, text=True, timeout=1200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    want = COMMANDS[command]
+    if want is not None:
+        same = doctest.OutputChecker().check_output(want, done.stdout, doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+        assert same, f"README shows\n{want}\nbut it prints\n{done.stdout}"
+
+
+@pytest.mark.parametrize("code", [code for kind, code in BLOCKS if kind == "python"])
+def test_python_example_runs(code: str, place: tuple[Path, dict[str, str]]) -> None:
+    # The same code on CPU tensors, which take the reference; sizes cut so that float64 needs no minutes.
+    code = code.replace('device="cuda"', 'device="cpu"').replace("4096", "128")
+    done = subprocess.run([sys.executable, "-c", code], cwd=place[0], env=place[1], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
