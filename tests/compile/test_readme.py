@@ -43,7 +43,7 @@ def _commands() -> dict[str, str | None]:
         elif kind == "":
             for line in text.splitlines():
                 command = re.sub(r"\s+#.*", "", line).strip()
-                if re.match(r"(fa2gen|make|pip|python3?) ", command):
+                if re.match(r"(fa2gen|make|pip|python3?|eval) ", command):
                     found.setdefault(command, None)
     return found
 
@@ -53,10 +53,7 @@ COMMANDS = _commands()
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
-    """An empty working folder, and an environment where ``fa2gen`` and ``python`` are these and write nothing outside.
-
-    The cache of compiled kernels is that of the other tests.
-    """
+    """An empty working folder, and an environment whose ``fa2gen`` and ``python`` are these and write nothing outside."""
     folder = tmp_path_factory.mktemp("readme")
     binaries = folder / "bin"
     binaries.mkdir()
@@ -67,6 +64,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str
         **os.environ,
         "PATH": f"{binaries}{os.pathsep}{os.environ['PATH']}",
         "PYTHONPATH": str(ROOT),
+        "FA2GEN_CACHE_DIR": str(folder / "cache"),
         "FA2GEN_TABLES_DIR": str(folder / "tables"),
         "FA2GEN_STATE_DIR": str(folder / "state"),
         "SHELL": "/bin/bash",
