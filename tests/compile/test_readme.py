@@ -53,7 +53,7 @@ COMMANDS = _commands()
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
-    """An empty working folder, and an environment whose ``fa2gen`` and ``python`` are these and write nothing outside."""
+    """An empty working folder, and an environment whose ``fa2gen`` and ``python`` are these and stay inside."""
     folder = tmp_path_factory.mktemp("readme")
     binaries = folder / "bin"
     binaries.mkdir()
