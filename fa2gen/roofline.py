@@ -107,19 +107,32 @@ class TileWork:
 
 
 def tile_work(spec: KernelSpec, config: FwdConfig, problem: Problem) -> TileWork:
-    """What the query tiles of one head visit."""
-    blocks = math.ceil(problem.seqlen_q / config.block_m)
-    if not spec.causal:
-        return TileWork(blocks, blocks * math.ceil(problem.seqlen_k / config.block_n), blocks * problem.seqlen_k)
-    tiles = keys = 0
-    for block in range(blocks):
-        rows = min(problem.seqlen_q, (block + 1) * config.block_m)
-        # What the last of them sees.
-        visible = max(0, min(problem.seqlen_k, rows + problem.seqlen_k - problem.seqlen_q))
-        visited = math.ceil(visible / config.block_n)
-        tiles += visited
-        keys += min(problem.seqlen_k, visited * config.block_n)
-    return TileWork(blocks, tiles, keys)
+    """What the query tiles of one head visit, in closed form: a call may have millions of query tiles."""
+    block_m, block_n = config.block_m, config.block_n
+    blocks, key_tiles = math.ceil(problem.seqlen_q / block_m), math.ceil(problem.seqlen_k / block_n)
+    if not spec.causal or blocks == 0 or key_tiles == 0:
+        return TileWork(blocks, blocks * key_tiles, blocks * problem.seqlen_k)
+    # Query tile t sees the first (t + 1) block_m + offset keys, the last one all of them, those before `first` none.
+    offset, last = problem.seqlen_k - problem.seqlen_q, blocks - 1
+    first = max(0, -offset) // block_m
+    tiles = key_tiles + _sum_of_ceilings((first + 1) * block_m + offset, block_m, last - first, block_n)
+    # Those that reach the last key tile load only the keys that exist of it.
+    reaching = blocks - min(last, max(0, (key_tiles - 1) * block_n - offset) // block_m)
+    return TileWork(blocks, tiles, tiles * block_n - reaching * (key_tiles * block_n - problem.seqlen_k))
+
+
+def _sum_of_ceilings(first: int, step: int, count: int, divisor: int) -> int:
+    """Sum of ceil((first + i step) / divisor) for i below count, first at least 0.
+
+    Every ``divisor / gcd(step, divisor)`` terms the ceiling grows by the same whole number: that many arithmetic series.
+    """
+    period = divisor // math.gcd(step, divisor)
+    growth = step * period // divisor
+    total = 0
+    for start in range(min(period, count)):
+        terms = -(-(count - start) // period)
+        total += terms * -(-(first + start * step) // divisor) + growth * (terms * (terms - 1) // 2)
+    return total
 
 
 def executed_flops(spec: KernelSpec, config: FwdConfig, problem: Problem) -> int:

@@ -13,13 +13,13 @@ constants are used with the chip's rates: a prediction, and tables say so.
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import dataclass, field
 
 from fa2gen.constraints import estimate_registers, smem_plan
 from fa2gen.hardware import Gpu, get_gpu, occupancy
 from fa2gen.problem import Problem
+from fa2gen.roofline import tile_work
 from fa2gen.spec import FwdConfig, KernelSpec
 
 from .space import register_cap
@@ -127,9 +127,7 @@ def predict(spec: KernelSpec, config: FwdConfig, problem: Problem, gpu: Gpu, fac
     if resident == 0:
         return Prediction(math.inf, 0)
     step = _step_clocks(spec, config, gpu, facts)
-    tiles, masked_tiles, longest = _tile_counts(
-        spec.causal, config.softmax == "guarded", config.block_m, config.block_n, problem.seqlen_q, problem.seqlen_k
-    )
+    tiles, masked_tiles, longest = _tile_counts(spec, config, problem)
     blocks = problem.batch * problem.num_heads_q * math.ceil(problem.seqlen_q / config.block_m)
     if blocks == 0:
         return Prediction(_LAUNCH_MS, resident)
@@ -238,26 +236,30 @@ def _tile_clocks(step: _Step, config: FwdConfig, resident: int, schedulers: int,
     return busy + exposed
 
 
-@functools.lru_cache(maxsize=4096)
-def _tile_counts(
-    causal: bool, guarded: bool, block_m: int, block_n: int, seqlen_q: int, seqlen_k: int
-) -> tuple[int, int, int]:
+def _tile_counts(spec: KernelSpec, config: FwdConfig, problem: Problem) -> tuple[int, int, int]:
     """Key tiles visited for one head: all, those on the masked path, and those of the longest block."""
-    m_blocks = math.ceil(seqlen_q / block_m)
-    key_tiles = math.ceil(seqlen_k / block_n)
-    always_masked = 1 if guarded or seqlen_k % block_n else 0
-    if not causal:
-        return m_blocks * key_tiles, m_blocks * min(always_masked, key_tiles), key_tiles
-    total = masked = longest = 0
-    for block in range(m_blocks):
-        first_row, last_row = block * block_m, min(seqlen_q, (block + 1) * block_m) - 1
-        visible = min(seqlen_k, last_row + 1 + seqlen_k - seqlen_q)
-        whole = min(seqlen_k, first_row + 1 + seqlen_k - seqlen_q) // block_n
-        count = max(0, math.ceil(visible / block_n))
-        total += count
-        masked += min(count, max(always_masked, count - max(0, whole)))
-        longest = max(longest, count)
-    return total, masked, longest
+    block_m, block_n, seqlen_q, seqlen_k = config.block_m, config.block_n, problem.seqlen_q, problem.seqlen_k
+    work, key_tiles = tile_work(spec, config, problem), math.ceil(seqlen_k / block_n)
+    always_masked = 1 if config.softmax == "guarded" or seqlen_k % block_n else 0
+    if not spec.causal:
+        return work.tiles, work.blocks * min(always_masked, key_tiles), key_tiles
+    if work.tiles == 0:
+        return 0, 0, 0
+    offset = seqlen_k - seqlen_q
+
+    def masked_tiles(block: int) -> int:
+        first_row, rows = block * block_m, min(seqlen_q, (block + 1) * block_m)
+        count = math.ceil((rows + offset) / block_n)
+        return min(count, max(always_masked, count - max(0, (first_row + 1 + offset) // block_n)))
+
+    # Blocks before `first` see nothing. Between it and the last one the count repeats: there are as many different ones
+    # as blocks in a period, and a call may have millions of blocks.
+    first, last = max(0, -offset) // block_m, work.blocks - 1
+    masked = sum(masked_tiles(block) for block in {first, last})
+    period = block_n // math.gcd(block_m, block_n)
+    for start in range(first + 1, min(last, first + 1 + period)):
+        masked += masked_tiles(start) * math.ceil((last - start) / period)
+    return work.tiles, masked, key_tiles
 
 
 def _grid_clocks(work: float, blocks: int, resident: int, num_sms: int, longest: float, causal: bool) -> float:

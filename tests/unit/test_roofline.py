@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
+import time
+from random import Random
+
 import pytest
 
 from fa2gen.hardware import get_gpu
-from fa2gen.problem import Problem
+from fa2gen.problem import MAX_SEQLEN, Problem
 from fa2gen.roofline import (
     Roofline,
+    TileWork,
     compulsory_traffic,
     executed_flops,
     standard_traffic,
@@ -109,6 +114,28 @@ def test_tiles_are_those_with_a_visible_pair(causal: bool, sizes: tuple[int, int
         work = tile_work(spec, config, Problem(1, *sizes, 1, 1))
         assert work.tiles == len(tiles)
         assert work.keys == sum(min(config.block_n, seqlen_k - tile * config.block_n) for _, tile in tiles)
+
+
+def test_closed_form_is_the_sum_over_query_tiles() -> None:
+    random = Random(7)
+    for _ in range(2000):
+        block_n = random.choice((16, 32, 48, 96, 128, 256))
+        config = FwdConfig(block_m=random.choice((16, 64, 96, 192, 256)), block_n=block_n, step_n=16)
+        longest = random.choice((3, 300, 3000))
+        problem = Problem(1, random.randrange(longest), random.randrange(longest), 1, 1)
+        ends = [min(problem.seqlen_q, row + config.block_m) for row in range(0, problem.seqlen_q, config.block_m)]
+        visible = [max(0, end + problem.seqlen_k - problem.seqlen_q) for end in ends]
+        tiles = [math.ceil(keys / block_n) for keys in visible]
+        keys = sum(min(problem.seqlen_k, count * block_n) for count in tiles)
+        assert tile_work(CAUSAL, config, problem) == TileWork(len(ends), sum(tiles), keys), (config, problem)
+
+
+def test_the_longest_sequence_is_counted_at_once() -> None:
+    # 16,777,200 query tiles of 128 rows; tile t visits 2 (t + 1) key tiles: one by one they take half a minute.
+    n = MAX_SEQLEN // 128
+    started = time.process_time()
+    assert tile_work(CAUSAL, CONFIG, Problem(1, MAX_SEQLEN, MAX_SEQLEN, 1, 1)).tiles == n * (n + 1)
+    assert time.process_time() - started < 1
 
 
 def test_roofline() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from random import Random
 
 import pytest
 
@@ -10,7 +11,7 @@ from fa2gen.constraints import default_config, infeasible_reason, smem_plan
 from fa2gen.hardware import get_gpu, list_gpus
 from fa2gen.problem import Problem
 from fa2gen.spec import FwdConfig, KernelSpec
-from fa2gen.tuning.model import Facts, estimate_facts, predict
+from fa2gen.tuning.model import Facts, _tile_counts, estimate_facts, predict
 from fa2gen.tuning.shortlist import shortlist
 from fa2gen.tuning.space import config_of, grid, legal_space, params_of, register_cap
 
@@ -260,3 +261,21 @@ def test_the_model_ranks_as_the_h200_measured(key):
 def test_the_model_predicts_what_the_h200_measured(key):
     errors = [math.log(predicted / ms) for predicted, ms in _case(key)]
     assert max(map(abs, errors)) < 0.25
+
+
+def test_masked_tiles_are_those_that_the_kernel_masks() -> None:
+    random = Random(7)
+    for _ in range(1000):
+        block_m, block_n = random.choice((16, 64, 96, 192)), random.choice((16, 32, 48, 96, 128))
+        config = FwdConfig(block_m=block_m, block_n=block_n, step_n=16, softmax=random.choice(("online", "guarded")))
+        seqlen_q, seqlen_k = random.randrange(1000), random.randrange(1000)
+        always = config.softmax == "guarded" or seqlen_k % block_n > 0
+        visited = masked = longest = 0
+        for row in range(0, seqlen_q, block_m):
+            seen = [max(0, end + seqlen_k - seqlen_q) for end in (row + 1, min(seqlen_q, row + block_m))]
+            # From the tile that the block's first row does not see wholly to the last that its last row sees.
+            count, whole = math.ceil(seen[1] / block_n), seen[0] // block_n
+            visited, longest = visited + count, max(longest, count)
+            masked += min(count, max(always, count - whole))
+        counts = _tile_counts(KernelSpec(causal=True), config, Problem(1, seqlen_q, seqlen_k, 1, 1))
+        assert counts == (visited, masked, longest), (config, seqlen_q, seqlen_k)
