@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from fa2gen.problem import Bucket
-from fa2gen.spec import KernelSpec
+from fa2gen.spec import FwdConfig, KernelSpec
 
 from .schema import TunedEntry
 
@@ -14,23 +14,29 @@ TemplateHash = Callable[[str, str], str]
 
 
 def merge_entries(
-    old: Iterable[TunedEntry], new: Iterable[TunedEntry], *, template_hash: TemplateHash | None = None
+    old: Iterable[TunedEntry],
+    new: Iterable[TunedEntry],
+    *,
+    template_hash: TemplateHash | None = None,
+    refused: Collection[tuple[KernelSpec, FwdConfig]] = (),
 ) -> tuple[TunedEntry, ...]:
     """Union of two sets of entries, one for each spec and bucket.
 
     A measured entry wins over a predicted one, whatever their age and templates. Else a predicted one of today's
     templates wins over a stale one. Else the newer wins, and ``new`` on equal times; but a measured one with another
     config and the same templates must be faster or slower by more than the noise
-    (:meth:`Measurement.within_noise`), unless it was timed beside the incumbent in one session.
+    (:meth:`Measurement.within_noise`), unless it was timed beside the incumbent in one session, or the present config
+    is refused.
 
     Args:
         old, new: Entries; those of ``new`` come in one after the other.
         template_hash: Tells stale entries; None takes all as current.
+        refused: Configs that the session of ``new`` found to be wrong or unable to run.
     """
     merged: dict[tuple[KernelSpec, Bucket], TunedEntry] = {entry.key: entry for entry in old}
     for entry in new:
         present = merged.get(entry.key)
-        if present is None or _replaces(entry, present, template_hash):
+        if present is None or _replaces(entry, present, template_hash, refused):
             merged[entry.key] = entry
     return tuple(merged.values())
 
@@ -55,7 +61,12 @@ def _today(entry: TunedEntry, template_hash: TemplateHash) -> str:
     return template_hash(entry.spec.kind, entry.config.family)
 
 
-def _replaces(new: TunedEntry, present: TunedEntry, template_hash: TemplateHash | None) -> bool:
+def _replaces(
+    new: TunedEntry,
+    present: TunedEntry,
+    template_hash: TemplateHash | None,
+    refused: Collection[tuple[KernelSpec, FwdConfig]],
+) -> bool:
     if is_measured(new) != is_measured(present):
         return is_measured(new)
     if not is_measured(new) and is_current(new, template_hash) != is_current(present, template_hash):
@@ -67,6 +78,7 @@ def _replaces(new: TunedEntry, present: TunedEntry, template_hash: TemplateHash 
         and new.config != present.config
         and new.provenance.template_hash == present.provenance.template_hash
         and new.provenance.incumbent is None
+        and (present.spec, present.config) not in refused
         and new.measurement.within_noise(present.measurement)
     )
     return not noise

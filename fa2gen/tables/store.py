@@ -4,28 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import glob
 import itertools
 import os
 import shutil
+import stat
 import tempfile
-import threading
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
-from fa2gen.data import data_dir
+from fa2gen.data import data_dir, user_folder
 from fa2gen.errors import TableError
 from fa2gen.hardware import Gpu
+from fa2gen.spec import FwdConfig, KernelSpec
 
 from .document import NewerSchemaError, parse_table, recover_entries, render_table
 from .locks import locked
 from .merge import TemplateHash, merge_entries
 from .schema import Table, TunedEntry, utc_now
 
-_Signature = tuple[int, int, int]
+_Signature = tuple[int, int, int, int]
+_MAX_BYTES = 64 << 20  # an entry is about a kilobyte
 _cache: dict[Path, tuple[_Signature, Table | None]] = {}
-_cache_lock = threading.Lock()
 
 
 def package_dir() -> Path:
@@ -34,16 +36,26 @@ def package_dir() -> Path:
 
 
 def user_dir() -> Path:
-    """Folder of the user's own tables: ``$FA2GEN_TABLES_DIR``, else ``fa2gen/tables`` in the XDG data directory."""
-    if chosen := os.environ.get("FA2GEN_TABLES_DIR"):
-        return Path(chosen).expanduser()
-    base = os.environ.get("XDG_DATA_HOME") or "~/.local/share"
-    return Path(base).expanduser() / "fa2gen" / "tables"
+    """Folder of the user's own tables: ``$FA2GEN_TABLES_DIR``, else ``fa2gen/tables`` in the XDG data directory.
+
+    Raises:
+        Fa2genError: The user has no home; or $FA2GEN_TABLES_DIR names that of an unknown one.
+    """
+    folder = _user_dir()
+    if folder is None:
+        raise TableError("there is no home folder for tuned tables: set FA2GEN_TABLES_DIR")
+    return folder
+
+
+def _user_dir() -> Path | None:
+    folder = user_folder("FA2GEN_TABLES_DIR", "XDG_DATA_HOME", "~/.local/share")
+    return folder if folder is None or os.environ.get("FA2GEN_TABLES_DIR") else folder / "tables"
 
 
 def search_dirs() -> tuple[Path, ...]:
-    """Folders that lookups read: the user's, then the package's."""
-    return (user_dir(), package_dir())
+    """Folders that lookups read: the user's, where there is a home for one, then the package's."""
+    own = _user_dir()
+    return (package_dir(),) if own is None else (own, package_dir())
 
 
 def table_path(root: Path, gpu: str, kind: str) -> Path:
@@ -58,12 +70,38 @@ def load_table(path: Path) -> Table | None:
         TableError: The file cannot be read or is not a valid table of the GPU and kind that its path names.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        data = _read(path)
+    except OSError as error:
+        raise TableError(f"{path} cannot be read: {error.strerror or error}") from None
+    return None if data is None else _parse(path, data)
+
+
+def _parse(path: Path, data: bytes) -> Table:
+    try:
+        text = data.decode()
+    except UnicodeDecodeError as error:
+        raise TableError(f"{path} is not a tuned table: {error}") from None
+    return parse_table(text, str(path), gpu=path.parent.name, kind=path.stem)
+
+
+def _read(path: Path) -> bytes | None:
+    """The bytes of a table file, None if there is none. What stands in its place never hangs or floods a reader.
+
+    Raises:
+        OSError: It cannot be read, is no file, or is far larger than any table.
+    """
+    try:
+        # O_NONBLOCK: a pipe in its place must not hang.
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (OSError, UnicodeDecodeError) as error:
-        raise TableError(f"{path} cannot be read: {error}") from None
-    return parse_table(text, str(path), gpu=path.parent.name, kind=path.stem)
+    with open(handle, "rb") as file:
+        status = os.fstat(handle)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, "it is not a file")
+        if status.st_size > _MAX_BYTES:
+            raise OSError(errno.EFBIG, f"it holds {status.st_size} bytes, a table at most {_MAX_BYTES}")
+        return file.read()
 
 
 def cached_table(path: Path) -> Table | None:
@@ -73,21 +111,20 @@ def cached_table(path: Path) -> Table | None:
     flooded.
     """
     try:
-        stat = path.stat()
+        status = path.stat()
     except OSError:
         return None
-    signature = (stat.st_mtime_ns, stat.st_size, stat.st_ino)
-    with _cache_lock:
-        hit = _cache.get(path)
-        if hit is not None and hit[0] == signature:
-            return hit[1]
+    # The time of the last change as well: of rights, which another time of writing does not tell.
+    signature = (status.st_mtime_ns, status.st_ctime_ns, status.st_size, status.st_ino)
+    hit = _cache.get(path)
+    if hit is not None and hit[0] == signature:
+        return hit[1]
     try:
         table = load_table(path)
     except TableError as error:
         table = None
         warnings.warn(f"ignoring a tuned table: {error}", RuntimeWarning, stacklevel=2)
-    with _cache_lock:
-        _cache[path] = (signature, table)
+    _cache[path] = (signature, table)
     return table
 
 
@@ -107,10 +144,9 @@ def require_writable(gpu: Gpu, kinds: Iterable[str], *, root: Path | None = None
         path = table_path(root, gpu.name, kind)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=path.parent):
+            with locked(_lock_file(path)):
                 pass
-            if os.path.lexists(path):
-                path.read_bytes()
+            _read(path)
         except OSError as error:
             raise TableError(f"{path} cannot be written: {error}") from None
         try:
@@ -128,6 +164,7 @@ def save_entries(
     *,
     root: Path | None = None,
     template_hash: TemplateHash | None = None,
+    refused: Collection[tuple[KernelSpec, FwdConfig]] = (),
 ) -> list[Path]:
     """Merges entries into a GPU's tables (:func:`merge_entries`), atomically and safe against other writers.
 
@@ -135,7 +172,7 @@ def save_entries(
         gpu: The GPU they hold for.
         entries: Entries of any kinds.
         root: Folder of tables; default :func:`user_dir`.
-        template_hash: ``codegen.template_hash``, for the merge rule.
+        template_hash, refused: For the merge rule.
 
     Returns:
         The files written.
@@ -147,27 +184,42 @@ def save_entries(
     paths = []
     for kind in sorted({entry.spec.kind for entry in entries}):
         mine = tuple(entry for entry in entries if entry.spec.kind == kind)
-        paths.append(save_table(Table(gpu.name, gpu.target, kind, mine), root=root, template_hash=template_hash))
+        table = Table(gpu.name, gpu.target, kind, mine)
+        paths.append(save_table(table, root=root, template_hash=template_hash, refused=refused))
     return paths
 
 
-def save_table(table: Table, *, root: Path | None = None, template_hash: TemplateHash | None = None) -> Path:
+def save_table(
+    table: Table,
+    *,
+    root: Path | None = None,
+    template_hash: TemplateHash | None = None,
+    refused: Collection[tuple[KernelSpec, FwdConfig]] = (),
+) -> Path:
     """Merges a table into the one of its GPU and kind, as :func:`save_entries` does."""
     path = table_path(user_dir() if root is None else Path(root), table.gpu, table.kind)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with locked(path.with_name(f".{path.name}.lock")):
+        with locked(_lock_file(path)):
             _sweep(path)
-            merged = merge_entries(_present_entries(path), table.entries, template_hash=template_hash)
+            present = _present_entries(path, table.target)
+            merged = merge_entries(present, table.entries, template_hash=template_hash, refused=refused)
             _write_atomically(path, render_table(dataclasses.replace(table, entries=merged)))
     except OSError as error:
         raise TableError(f"{path} cannot be written: {error}") from None
     return path
 
 
-def _present_entries(path: Path) -> tuple[TunedEntry, ...]:
+def _lock_file(path: Path) -> Path:
+    return path.with_name(f".{path.name}.lock")
+
+
+def _present_entries(path: Path, target: str) -> tuple[TunedEntry, ...]:
+    data = _read(path)
+    if data is None:
+        return ()
     try:
-        table = load_table(path)
+        table = _parse(path, data)
     except NewerSchemaError:
         raise
     except TableError as error:
@@ -176,15 +228,16 @@ def _present_entries(path: Path) -> tuple[TunedEntry, ...]:
         # Before the table is replaced: a power cut leaves one of the two.
         with open(backup, "rb") as copy:
             os.fsync(copy.fileno())
-        text = path.read_text(encoding="utf-8", errors="replace")
-        saved = recover_entries(text, str(path), gpu=path.parent.name, kind=path.stem)
+        saved = recover_entries(data.decode(errors="replace"), str(path), gpu=path.parent.name, kind=path.stem)
         warnings.warn(
             f"{error}; it is kept as {backup.name} and replaced, with {len(saved)} whole entries taken over",
             RuntimeWarning,
             stacklevel=3,
         )
         return saved
-    return table.entries if table else ()
+    if table.target != target:
+        raise TableError(f"{path} is for target {table.target}, the entries to be saved are for {target}")
+    return table.entries
 
 
 def free_name(path: Path, why: str) -> Path:

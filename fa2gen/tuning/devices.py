@@ -22,7 +22,7 @@ def tune_measured(
     devices: Sequence[MeasuringDevice],
     options: Options,
 ) -> None:
-    """Tunes every request on one of the devices; their processes are ended at the end.
+    """Tunes every request on one of the devices; the caller ends their processes.
 
     A device that is lost gives its request back to the others, and the session goes on while there is one.
 
@@ -33,18 +33,14 @@ def tune_measured(
     shared = Shared()
     pool = _Pool(requests, ledger)
     alive = {device.index: (device, MeasuredTuning(ledger, tools, device, options, shared)) for device in devices}
-    try:
-        # A device that idles when another is lost may still take over: another round.
-        while alive and not pool.done():
-            lost = pool.work([tuning for _, tuning in alive.values()], [device for device, _ in alive.values()])
-            for index in [index for index, error in zip(list(alive), lost, strict=True) if error is not None]:
-                alive[index][0].stop()
-                del alive[index]
-        if not pool.done():
-            raise pool.last_error
-    finally:
-        for device in devices:
-            device.stop()
+    # A device that idles when another is lost may still take over: another round.
+    while alive and not pool.done():
+        lost = pool.work([tuning for _, tuning in alive.values()], [device for device, _ in alive.values()])
+        for index in [index for index, error in zip(list(alive), lost, strict=True) if error is not None]:
+            alive[index][0].stop()
+            del alive[index]
+    if not pool.done():
+        raise pool.last_error
 
 
 class _Pool:
@@ -64,9 +60,7 @@ class _Pool:
             # In this thread, where Ctrl-C interrupts whatever it finds.
             return [self._serve(tunings[0])]
         with ThreadPoolExecutor(len(tunings), thread_name_prefix="fa2gen-device") as threads:
-            futures = [threads.submit(self._serve, tuning) for tuning in tunings]
-            self._wait(futures, devices)
-            return [future.result() for future in futures]
+            return self._gather(threads, tunings, devices)
 
     def _serve(self, tuning: MeasuredTuning) -> LaunchError | None:
         while not self.done():
@@ -83,15 +77,23 @@ class _Pool:
                 return error
         return None
 
-    def _wait(self, futures: Sequence[Future[LaunchError | None]], devices: Sequence[MeasuringDevice]) -> None:
+    def _gather(
+        self, threads: ThreadPoolExecutor, tunings: Sequence[MeasuredTuning], devices: Sequence[MeasuringDevice]
+    ) -> list[LaunchError | None]:
         """Hands Ctrl-C on: after the first the threads end in order, after the second at once."""
+        futures: list[Future[LaunchError | None]] = []
         while True:
             try:
+                # Interrupted in the midst of it, a device may be given a second thread, which finds nothing to do.
+                while len(futures) < len(tunings):
+                    futures.append(threads.submit(self._serve, tunings[len(futures)]))
                 wait(futures)
-                return
+                break
             except KeyboardInterrupt:
                 self._ledger.interrupted = True
                 self._ledger.stops += 1
                 if self._ledger.stops > 1:
                     for device in devices:
                         device.kill()
+        # A thread that Ctrl-C ended raises it here.
+        return [future.result() for future in futures]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import threading
@@ -9,12 +10,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from fa2gen.compile import CompiledKernel, usable_cores
 from fa2gen.constraints import default_config
 from fa2gen.errors import CompileError
-from fa2gen.problem import Bucket
+from fa2gen.problem import Bucket, Problem
 from fa2gen.spec import FwdConfig, KernelSpec
 from fa2gen.tables import Clocks, Incumbent, Measurement, Provenance, TunedEntry, utc_now
 
@@ -33,6 +33,15 @@ from .worker import TrialFailure
 _MAX_CONFIRMATIONS = 3
 
 
+class _Late(Exception):
+    """The session's time is up."""
+
+
+def objective(problem: Problem, tools: Tools) -> str:
+    """What the times of a study are of: another problem's, or another compiler's code, shall not meet them."""
+    return f"measured, nvcc {tools.nvcc_version()}, {problem}"
+
+
 @dataclass(frozen=True)
 class Options:
     """What a session was asked for besides its requests; see ``session.tune``."""
@@ -49,6 +58,8 @@ class Shared:
 
     compiler: threading.Lock = field(default_factory=threading.Lock)
     proofs: dict[tuple[KernelSpec, FwdConfig], Verdict] = field(default_factory=dict)
+    # A request that a lost device gave back goes on with the study that this session began, also without --resume.
+    begun: set[TuneRequest] = field(default_factory=set)
 
 
 @dataclass
@@ -74,6 +85,11 @@ class _Job:
         wrong = {config for config, (outcome, _) in self.study.failures().items() if outcome == "wrong"}
         times = {**self.study.times(), **{config: timing.ms for config, timing in self.timings.items()}}
         return {config: ms for config, ms in times.items() if config not in wrong | self.failed}
+
+    def tried(self) -> set[FwdConfig]:
+        """Configs with a time or a failure, of this session and earlier ones; not what the sampler merely proposed."""
+        failures = {config for config, (outcome, _) in self.study.failures().items() if outcome != "infeasible"}
+        return {*self.study.times(), *self.timings, *self.failed, *failures}
 
     def ranking(self) -> list[FwdConfig]:
         """What to prove, best first; nothing while it is not known how fast the table's own config is today."""
@@ -111,14 +127,17 @@ class MeasuredTuning:
         spec, gpu = request.spec, self._ledger.gpu
         bucket = request.problem.bucket(gpu.num_sms)
         template_hash = self._tools.template_hash(spec.kind, FwdConfig.family)
+        resume = self._options.resume or request in self._shared.begun
+        self._shared.begun.add(request)
         with TuningStudy(
             gpu,
             spec,
             bucket,
             template_hash=template_hash,
             space=legal_space(spec, gpu),
+            objective=objective(request.problem, self._tools),
             seed=self._options.seed,
-            resume=self._options.resume,
+            resume=resume,
             storage=self._options.storage,
         ) as study:
             roots: Sequence[Path] = self._tools.table_roots(self._ledger.out)
@@ -172,10 +191,15 @@ class MeasuredTuning:
         """Compiles a batch side by side, then times it one by one."""
         open_trials, spec = list(batch), job.request.spec
         try:
-            compiled = self._compile(spec, [asked.config for asked in batch])
+            needed = {index for index, asked in enumerate(batch) if asked.trial is None}
+            compiled = self._compile(spec, [asked.config for asked in batch], needed)
             start = time.monotonic()
-            for asked, kernel in zip(batch, compiled, strict=True):
+            for index, asked in enumerate(batch):
                 self._check_stop()
+                # Without the times of the default and the incumbent nothing could be saved.
+                if index not in needed and self._ledger.late():
+                    break
+                kernel = compiled[index]
                 try:
                     timing = self._time(job, asked.config, kernel)
                 except TrialFailure as failure:
@@ -183,6 +207,8 @@ class MeasuredTuning:
                     self._ledger.fail(spec, asked.config, failure.outcome, str(failure))
                     if asked.trial is not None:
                         job.study.fail(asked, failure.outcome, str(failure))
+                    elif failure.outcome == "wrong" and asked.config in job.study.times():
+                        job.study.reject(asked.config, str(failure))
                     else:
                         job.study.record_failure(asked.config, failure.outcome, str(failure))
                 else:
@@ -201,21 +227,29 @@ class MeasuredTuning:
                 if asked.trial is not None:
                     job.study.abandon(asked)
 
-    def _compile(self, spec: KernelSpec, configs: Sequence[FwdConfig]) -> list[CompiledKernel | CompileError]:
+    def _compile(
+        self, spec: KernelSpec, configs: Sequence[FwdConfig], needed: set[int]
+    ) -> dict[int, CompiledKernel | CompileError]:
+        """Results by index; where the time is up, not all but at least the needed ones."""
         self._ledger.expect("compile", len(configs))
+        results: dict[int, CompiledKernel | CompileError] = {}
 
-        def on_done(index: int, result: Any) -> None:
+        def on_done(index: int, result: CompiledKernel | CompileError) -> None:
+            results[index] = result
             self._ledger.step("compile", f"{spec.slug()} {configs[index].slug()}")
             self._check_stop()
+            if len(results) < len(configs) and results.keys() >= needed and self._ledger.late():
+                raise _Late
 
         jobs = [(self._tools.render(spec, config), self._ledger.gpu.target) for config in configs]
         # One pool of compilers for all devices: while it works for one, the others measure.
         with self._shared.compiler:
             self._check_stop()
             start = time.monotonic()
-            results = self._tools.compile_many(jobs, on_done)
+            with contextlib.suppress(_Late):
+                self._tools.compile_many(jobs, on_done)
             self._ledger.spent("compile", time.monotonic() - start)
-        kernels = [result for result in results if isinstance(result, CompiledKernel)]
+        kernels = [result for result in results.values() if isinstance(result, CompiledKernel)]
         cached = sum(kernel.from_cache for kernel in kernels)
         self._ledger.count(len(kernels) - cached, cached)
         return results
@@ -257,7 +291,7 @@ class MeasuredTuning:
 
         spec, proofs = job.request.spec, self._shared.proofs
         if (spec, config) not in proofs:
-            (kernel,) = self._compile(spec, [config])
+            kernel = self._compile(spec, [config], {0})[0]
             start = time.monotonic()
             self._ledger.expect("prove", 1)
             if isinstance(kernel, CompileError):
@@ -290,7 +324,8 @@ class MeasuredTuning:
         self._confirm(job)
         if job.default in job.timings:
             self._ledger.default_ms[job.request.spec, job.bucket] = job.timings[job.default].ms
-        self._prove(job, job.default)
+        if job.default not in job.failed:
+            self._prove(job, job.default)
         while ranked := job.ranking():
             text = self._prove(job, ranked[0])
             if text is not None:
@@ -300,7 +335,6 @@ class MeasuredTuning:
     def _entry(self, job: _Job, config: FwdConfig, numerics: str) -> TunedEntry:
         timing = job.timings.get(config) or _stored(job.study, config)
         incumbent = job.timings.get(job.incumbent) if job.incumbent is not None else None
-        feasible = len(job.times())
         return TunedEntry(
             spec=job.request.spec,
             bucket=job.bucket,
@@ -320,8 +354,8 @@ class MeasuredTuning:
                 nvcc=self._tools.nvcc_version(),
                 driver=self._device.driver,
                 versions=self._tools.versions(),
-                trials=feasible + self._ledger.failed(job.request.spec),
-                feasible=feasible,
+                trials=len(job.tried()),
+                feasible=len(job.times()),
                 numerics=numerics,
                 utc=utc_now(),
                 incumbent=Incumbent(job.incumbent, incumbent.ms) if job.incumbent and incumbent else None,

@@ -183,6 +183,10 @@ def _settle(
                     _fail(group, config, "wrong", str(error), ledger)
                     for study in studies:
                         study.reject(config, str(error))
+                except CompileError as error:
+                    # Of the emulator's compiler; it says nothing of the results, so a later session may try again.
+                    proved[config] = None
+                    _fail(group, config, "compile_failed", f"{error}\n{error.log}".strip(), ledger)
                 ledger.step("prove", f"{group.spec.slug()} {config.slug()}")
             return proved[config]
 
@@ -210,8 +214,8 @@ def _study(
         problem.bucket(ledger.gpu.num_sms),
         template_hash=tools.template_hash(group.spec.kind, FwdConfig.family),
         space=group.space,
-        # Other facts or another model give other numbers, which must not meet these.
-        objective=f"{MODEL_VERSION}, nvcc {tools.nvcc_version()}",
+        # Other facts, another model or another problem give other numbers, which must not meet these.
+        objective=f"{MODEL_VERSION}, nvcc {tools.nvcc_version()}, {problem}",
         seed=seed,
         resume=resume,
         storage=storage,
@@ -284,12 +288,17 @@ def _harvest(proofs: dict[Future[list[TunedEntry]], _Group], ledger: Ledger, *, 
     """Saves what has been proved; with ``wait``, all of it, but not beyond the session's time."""
     while proofs:
         finished = [future for future in proofs if future.done() and not future.cancelled()]
+        errors = []
         for future in finished:
-            entries = future.result()
-            if entries:
+            if (error := future.exception()) is not None:
+                errors.append(error)
+            elif entries := future.result():
                 ledger.save(entries)
             # Only now: interrupted in the midst of it, the session's end saves them again.
             del proofs[future]
+        if errors:
+            # After the others are saved.
+            raise errors[0]
         if not wait or ledger.late():
             return
         futures.wait(proofs, timeout=0.2, return_when=futures.FIRST_COMPLETED)

@@ -157,7 +157,7 @@ class Ledger:
     paths: set[Path] = field(default_factory=set)
     compiled: int = 0
     cached: int = 0
-    superseded: int = 0
+    superseded: set[tuple[KernelSpec, Bucket]] = field(default_factory=set)
     interrupted: bool = False
     stops: int = 0
     template_hash: TemplateHash | None = None
@@ -201,11 +201,6 @@ class Ledger:
             if failure not in self.failures:
                 self.failures.append(failure)
 
-    def failed(self, spec: KernelSpec) -> int:
-        """How many failures of a kernel's configs are noted."""
-        with self._lock:
-            return sum(failure.spec == spec for failure in self.failures)
-
     def save(self, entries: Sequence[TunedEntry]) -> None:
         """Writes entries to the table at once, so that an end at any moment loses nothing that was proved.
 
@@ -213,12 +208,14 @@ class Ledger:
         """
         start = time.monotonic()
         with self._lock:
-            paths = save_entries(self.gpu, entries, root=self.out, template_hash=self.template_hash)
+            refused = {(failure.spec, failure.config) for failure in self.failures}
+            paths = save_entries(self.gpu, entries, root=self.out, template_hash=self.template_hash, refused=refused)
             tables = [cached_table(path) for path in paths]
             present = {entry.key: entry for table in tables if table is not None for entry in table.entries}
             keys = {entry.key for entry in entries}
             self.entries = [entry for entry in self.entries if entry.key not in keys] + list(entries)
-            self.superseded += sum(present.get(entry.key) != entry for entry in entries)
+            self.superseded -= keys
+            self.superseded |= {entry.key for entry in entries if present.get(entry.key) != entry}
             self.paths.update(paths)
         self.spent("save", time.monotonic() - start)
         self.expect("save", len(entries))
@@ -244,7 +241,7 @@ class Ledger:
                 seconds=time.monotonic() - self.started,
                 stage_seconds=dict(self.stage_seconds),
                 interrupted=self.interrupted,
-                superseded=self.superseded,
+                superseded=len(self.superseded),
                 default_ms=dict(self.default_ms),
                 devices=self.devices,
             )

@@ -77,6 +77,8 @@ def tune(
     if measured and not found:
         raise ArgumentError(f"gpu {gpu.name} cannot be measured: this machine's GPUs are: {_names(tools)}")
     unique = list(dict.fromkeys(requests))
+    if not unique:
+        raise ArgumentError("requests must hold at least one request")
     # No more than there is work for.
     found = found[: len(unique)]
     ledger = Ledger(
@@ -120,13 +122,17 @@ def _tune_measured(
     from .device import MeasuringDevice
 
     devices = [MeasuringDevice(info.index, info.driver_version, tools.worker(info.index)) for info in found]
-    for device in devices:
-        # Its start takes seconds (torch, a CUDA context), this process's imports of Optuna included.
-        device.start()
-    from .devices import tune_measured
-    from .measured import Options
+    try:
+        for device in devices:
+            # Its start takes seconds (torch, a CUDA context), this process's imports of Optuna included.
+            device.start()
+        from .devices import tune_measured
+        from .measured import Options
 
-    tune_measured(requests, ledger, tools, devices, Options(trials=trials, **study))
+        tune_measured(requests, ledger, tools, devices, Options(trials=trials, **study))
+    finally:
+        for device in devices:
+            device.stop()
 
 
 def _require_count(name: str, value: object, *, optional: bool = False) -> None:

@@ -10,20 +10,23 @@ from fa2gen.hardware import Gpu
 from fa2gen.problem import Bucket
 from fa2gen.spec import FwdConfig, KernelSpec
 from fa2gen.tables import NOISE_BAND, table_path
+from fa2gen.tables.merge import is_measured
 from fa2gen.tables.store import cached_table
 
 
 def find_incumbent(spec: KernelSpec, bucket: Bucket, gpu: Gpu, roots: Iterable[Path]) -> FwdConfig | None:
-    """What the first of these folders of tables that knows the spec and bucket holds for them, stale or not.
+    """What the tables hold for the spec and bucket, stale or not: a measured entry of the first folder that has one.
 
-    None if none does, or if the config is not legal any more.
+    None if none knows a config that is still legal. As in a lookup, an earlier folder's prediction hides no measured
+    entry of a later one.
     """
+    found = []
     for root in roots:
         table = cached_table(table_path(root, gpu.name, spec.kind))
         for entry in table.entries if table is not None else ():
             if entry.key == (spec, bucket) and infeasible_reason(spec, entry.config, gpu.arch) is None:
-                return entry.config
-    return None
+                found.append(entry)
+    return min(found, key=lambda entry: not is_measured(entry)).config if found else None
 
 
 def ranking(

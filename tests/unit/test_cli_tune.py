@@ -114,7 +114,7 @@ def test_usual_problems_fit_a_gpu():
 def test_a_dry_run_names_what_comes_first(tmp_path, monkeypatch):
     old = FwdConfig(block_m=64, block_n=64, step_n=32, num_warps=4, num_stages=3)
     problem = usual_problem(SPEC, 512, 512)
-    row = dataclasses.replace(entry(SPEC, problem, **old.canonical()), bucket=problem.bucket(132))
+    row = dataclasses.replace(entry(SPEC, problem, kind="measured", **old.canonical()), bucket=problem.bucket(132))
     save_entries(H200, [row])
     monkeypatch.setattr("fa2gen.tuning.plan.Tools", lambda: dataclasses.replace(
         FakeRooms(device=DEVICE, count=2).tools(), table_roots=Tools().table_roots

@@ -16,6 +16,7 @@ from fa2gen.hardware import get_gpu
 from fa2gen.reference import attention_forward
 from fa2gen.spec import FwdConfig, KernelSpec
 from fa2gen.tables import load_table, table_path
+from fa2gen.tuning.measured import objective
 from fa2gen.tuning.session import tune
 from fa2gen.tuning.space import legal_space
 from fa2gen.tuning.study import TuningStudy
@@ -45,7 +46,8 @@ def run(rooms, tmp_path, **options):
 
 
 def open_study():
-    return TuningStudy(H200, SPEC, BUCKET, template_hash="t", space=legal_space(SPEC, H200))
+    key = objective(REQUEST.problem, FakeRooms().tools())
+    return TuningStudy(H200, SPEC, BUCKET, template_hash="t", space=legal_space(SPEC, H200), objective=key)
 
 
 def outcomes(report):

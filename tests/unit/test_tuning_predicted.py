@@ -81,7 +81,7 @@ def test_predicted_times_are_kept_in_a_study_of_their_own(rooms, tmp_path):
             **options,
         )
 
-    with open_study(objective=f"{MODEL_VERSION}, nvcc 13.0.88") as study:
+    with open_study(objective=f"{MODEL_VERSION}, nvcc 13.0.88, {request.problem}") as study:
         times, failures = study.times(), study.failures()
     assert len(times) + len(failures) >= 40
     assert times

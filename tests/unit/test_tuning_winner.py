@@ -11,7 +11,7 @@ from fa2gen.driver import DeviceInfo
 from fa2gen.hardware import get_gpu
 from fa2gen.spec import FwdConfig, KernelSpec
 from fa2gen.tables import Clocks, load_table, save_entries, table_path
-from fa2gen.tuning.measured import _stored
+from fa2gen.tuning.measured import _stored, objective
 from fa2gen.tuning.session import tune
 from fa2gen.tuning.space import legal_space
 from fa2gen.tuning.study import TuningStudy
@@ -74,6 +74,10 @@ def test_the_incumbent_comes_from_the_nearest_table(tmp_path):
     hold(second, OTHER)
     assert find_incumbent(SPEC, BUCKET, H200, [first, second]) == OTHER
     hold(first, OLD, kind="predicted")
+    # As in a lookup: a prediction hides no time.
+    assert find_incumbent(SPEC, BUCKET, H200, [first, second]) == OTHER
+    assert find_incumbent(SPEC, BUCKET, H200, [first]) == OLD
+    hold(first, OLD)
     assert find_incumbent(SPEC, BUCKET, H200, [first, second]) == OLD
     assert find_incumbent(KernelSpec(causal=True), BUCKET, H200, [first, second]) is None
     assert find_incumbent(SPEC, request_for(seqlen=512).problem.bucket(132), H200, [first, second]) is None
@@ -171,7 +175,8 @@ def test_clocks_and_doubts_are_kept_with_the_entry(h200, tmp_path):
     assert "doubtful: p20 to p80 spread of 30%" in row.measurement.method
     # And in the study, for a session that has no time to measure again.
     space = legal_space(SPEC, H200)
-    with TuningStudy(H200, SPEC, BUCKET, template_hash="t", space=space) as study:
+    key = objective(request_for().problem, h200.tools())
+    with TuningStudy(H200, SPEC, BUCKET, template_hash="t", space=space, objective=key) as study:
         kept = [_stored(study, config) for config in study.times()]
     assert len(kept) >= 2
     assert set(kept) == {Timing(1.0, 0.8, 1.1, 9, clocks=clocks, unsettled="p20 to p80 spread of 30%")}
