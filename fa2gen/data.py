@@ -1,4 +1,4 @@
-"""Where the files that ship with fa2gen lie: kernel templates and tuned tables.
+"""Where files lie: those that ship with fa2gen (kernel templates and tuned tables), and the user's own.
 
 In a checkout they are top-level folders; in an installed package they are the sub-packages ``fa2gen.templates`` and
 ``fa2gen.tuned_tables``. An editable install maps the second onto the first.
@@ -7,6 +7,7 @@ In a checkout they are top-level folders; in an installed package they are the s
 from __future__ import annotations
 
 import importlib.resources
+import os
 from pathlib import Path
 
 from .errors import Fa2genError
@@ -36,3 +37,28 @@ def data_dir(name: str) -> Path:
     if not folder.is_dir():
         raise Fa2genError(f"fa2gen's {name} folder is missing ({folder}); install fa2gen again")
     return folder
+
+
+def user_folder(variable: str, base_variable: str, base: str) -> Path | None:
+    """A folder of the user's own files: ``$variable``, else ``fa2gen`` in an XDG base directory.
+
+    Args:
+        variable: fa2gen's own environment variable.
+        base_variable: That of the base directory; a relative path in it is ignored, by the XDG rules.
+        base: The base directory without it, below ``~``.
+
+    Returns:
+        The folder, which need not exist; None for a user without a home, as of a container that knows no such user.
+
+    Raises:
+        Fa2genError: ``$variable`` names the home of an unknown user.
+    """
+    chosen = os.environ.get(variable)
+    if chosen:
+        folder = os.path.expanduser(chosen)
+        if folder.startswith("~"):
+            raise Fa2genError(f"{variable} is {chosen}, which names no folder: there is no such user, or no home")
+        return Path(folder)
+    parent = os.environ.get(base_variable, "")
+    parent = parent if os.path.isabs(parent) else os.path.expanduser(base)
+    return Path(parent, "fa2gen") if os.path.isabs(parent) else None

@@ -173,13 +173,14 @@ def _cache() -> Iterator[Check]:
 
 def _tables() -> Iterator[Check]:
     from ..codegen import template_hash
-    from ..tables import load_table, package_dir, user_dir
+    from ..tables import load_table
+    from ..tables.store import search_dirs
 
     yield Check("templates", "ok", str(data_dir("templates")))
-    if user_dir().exists() and not user_dir().is_dir():
-        yield Check("tables", "error", f"{user_dir()} is not a folder", "set FA2GEN_TABLES_DIR to a folder of your own")
     found = False
-    for root in (user_dir(), package_dir()):
+    for root in search_dirs():
+        if root.exists() and not root.is_dir():
+            yield Check("tables", "error", f"{root} is not a folder", "set FA2GEN_TABLES_DIR to a folder of your own")
         for path in sorted(root.glob("*/*.json")):
             found = True
             try:

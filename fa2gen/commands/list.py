@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import textwrap
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ..hardware import Gpu, get_gpu, list_gpus
 from ..spec import ALIGNMENTS, DTYPES, KINDS, MAX_GQA_RATIO, NATIVE_HEAD_DIMS, SOFTMAXES, FwdConfig, KernelSpec
 from .options import gpu_option, json_option
+
+if TYPE_CHECKING:
+    from ..tables import TunedEntry
 
 
 @click.group("list", no_args_is_help=False)
@@ -25,7 +28,7 @@ def command() -> None:
     """
 
 
-@command.command("gpus")
+@command.command("gpus", short_help="List the GPUs that fa2gen knows.")
 @click.option("--verbose", "-v", is_flag=True, help="Also the source of each row, and the names the driver reports.")
 @json_option
 def gpus(verbose: bool, as_json: bool) -> None:
@@ -83,13 +86,15 @@ def _tables(gpu: Gpu) -> dict[str, int]:
     """
     from ..codegen import template_hash
     from ..tables.merge import is_current, is_gated, merge_entries
-    from ..tables.store import cached_table, package_dir, table_path, user_dir
+    from ..tables.store import cached_table, search_dirs, table_path
 
     counts = {"measured": 0, "predicted": 0, "stale": 0}
     for kind in KINDS:
-        tables = [cached_table(table_path(root, gpu.name, kind)) for root in (package_dir(), user_dir())]
-        package, user = (table.entries if table else () for table in tables)
-        for entry in merge_entries(package, user, template_hash=template_hash):
+        merged: tuple[TunedEntry, ...] = ()
+        for root in reversed(search_dirs()):
+            table = cached_table(table_path(root, gpu.name, kind))
+            merged = merge_entries(merged, table.entries if table else (), template_hash=template_hash)
+        for entry in merged:
             counts[entry.measurement.kind] += 1
             counts["stale"] += not is_current(entry, template_hash) and not is_gated(entry, template_hash)
     return counts
@@ -104,7 +109,7 @@ def _tables_text(counts: dict[str, int]) -> str:
 _CONFIGS = {"fwd": (FwdConfig,)}
 
 
-@command.command("kernels")
+@command.command("kernels", short_help="List the kernels that fa2gen can make.")
 @gpu_option("Also count the configs that are legal on this GPU.")
 @json_option
 def kernels(gpu_name: str | None, as_json: bool) -> None:

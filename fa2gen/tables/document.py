@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 from fa2gen.errors import ArgumentError, TableError
 from fa2gen.problem import Bucket, Problem
-from fa2gen.spec import FwdConfig, KernelSpec
+from fa2gen.spec import KINDS, FwdConfig, KernelSpec
 
 from .schema import Clocks, Incumbent, Measurement, Provenance, Regate, Table, TunedEntry
 
 SCHEMA_VERSION = 2
+_MAX_EXPONENT = 48  # of sizes: beyond every GPU's memory, within what a float takes when they are multiplied
 
 
 class NewerSchemaError(TableError):
@@ -71,11 +73,15 @@ def parse_table(text: str, where: str, *, gpu: str | None = None, kind: str | No
     for step in range(version, SCHEMA_VERSION):
         document = MIGRATIONS[step](document)
     document = _fields(document, {"schema", "gpu", "target", "kind", "entries"}, where)
-    for name, wanted in (("gpu", gpu), ("kind", kind)):
+    for name, wanted in (("gpu", gpu), ("kind", kind), ("target", None)):
+        if not isinstance(document[name], str):
+            raise TableError(f"{where}: {name} must be text, got {document[name]!r}")
         if wanted is not None and document[name] != wanted:
             raise TableError(f"{where} is for {name} {document[name]!r}, not {wanted!r}")
-    if not isinstance(document["target"], str) or not isinstance(document["entries"], list):
-        raise TableError(f"{where}: target must be text and entries a list")
+    if document["kind"] not in KINDS:
+        raise TableError(f"{where} is for kind {document['kind']!r}; this fa2gen has {', '.join(KINDS)}")
+    if not isinstance(document["entries"], list):
+        raise TableError(f"{where}: entries must be a list, got {type(document['entries']).__name__}")
     entries: dict[tuple[KernelSpec, Bucket], TunedEntry] = {}
     for index, row in enumerate(document["entries"]):
         place = f"{where}, entry {index}"
@@ -136,8 +142,9 @@ def _present(value: Any) -> dict[str, Any]:
 def _entry_from_json(row: Any, place: str) -> TunedEntry:
     row = _fields(row, {"spec", "bucket", "config", "measurement", "provenance"}, place)
     bucket_form = _fields(row["bucket"], {"log2_seqlen_q", "log2_seqlen_k", "log2_waves"}, f"{place}, bucket")
-    if not all(isinstance(value, int) and not isinstance(value, bool) for value in bucket_form.values()):
-        raise TableError(f"{place}, bucket: exponents must be integers, got {bucket_form}")
+    for name, value in bucket_form.items():
+        if isinstance(value, bool) or not isinstance(value, int) or abs(value) > _MAX_EXPONENT:
+            raise TableError(f"{place}, bucket: {name} must be an integer of at most ±{_MAX_EXPONENT}, got {value!r}")
     try:
         return TunedEntry(
             spec=KernelSpec.from_canonical(_object(row["spec"])),
@@ -155,6 +162,8 @@ def _measurement(value: Any, place: str) -> Measurement:
     form = _fields(value, names, f"{place}, measurement", optional={"clocks"})
     problem = {"batch", "seqlen_q", "seqlen_k", "num_heads_q", "num_heads_k"}
     form["problem"] = Problem(**_fields(form["problem"], problem, f"{place}, problem"))
+    if max(dataclasses.astuple(form["problem"])) >= 1 << _MAX_EXPONENT:
+        raise TableError(f"{place}, problem: sizes must be below 2**{_MAX_EXPONENT}")
     if "clocks" in form:
         clocks = _fields(form["clocks"], {"sm_mhz", "sm_mhz_min", "sm_mhz_max", "throttle"}, f"{place}, clocks")
         if not isinstance(clocks["throttle"], list):
@@ -196,7 +205,7 @@ def _fields(
 def _no_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     form = dict(pairs)
     if len(form) != len(pairs):
-        repeated = sorted({key for key, _ in pairs if sum(key == other for other, _ in pairs) > 1})
+        repeated = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
         raise ValueError(f"repeated key {', '.join(repeated)}")
     return form
 

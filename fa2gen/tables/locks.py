@@ -23,6 +23,8 @@ def locked(name: Path) -> Iterator[None]:
             finally:
                 with contextlib.suppress(OSError):
                     name.unlink()
+                # Closing would not do where a child that was forked meanwhile has a copy of it.
+                fcntl.flock(lock, fcntl.LOCK_UN)
             return
 
 

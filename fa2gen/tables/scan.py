@@ -39,9 +39,9 @@ class TableFile:
     @property
     def source(self) -> str:
         """``"user"``, ``"package"``, or the folder."""
-        if self.root == store.user_dir():
-            return "user"
-        return "package" if self.root == store.package_dir() else str(self.root)
+        if self.root == store.package_dir():
+            return "package"
+        return "user" if self.root in store.search_dirs() else str(self.root)
 
 
 def scan_tables(gpu: str | None = None, roots: Sequence[Path] | None = None) -> list[TableFile]:

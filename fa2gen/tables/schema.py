@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import datetime
-import math
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -16,7 +16,7 @@ MEASUREMENT_KINDS = ("measured", "predicted")
 NOISE_BAND = 0.02
 """Medians this close, relative, are no ground to change a config: repeated sessions differ by about as much."""
 
-_UTC = re.compile(r"\d{4}-\d{2}-\d{2}T\d{2}:\d{2}:\d{2}Z")
+_UTC = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}Z")
 
 
 def utc_now() -> str:
@@ -219,7 +219,8 @@ def _require_count(name: str, value: object, meaning: str) -> None:
 
 
 def _require_time(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
+    # Compared, not converted: an integer may be too large for a float.
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= sys.float_info.max:
         raise ArgumentError(f"{name} must be a finite number above 0, got {value!r}")
 
 

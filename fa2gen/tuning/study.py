@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import random
 import warnings
 from collections.abc import Iterator
@@ -23,6 +22,8 @@ import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution
 from optuna.trial import TrialState
 
+from fa2gen.data import user_folder
+from fa2gen.errors import StudyError
 from fa2gen.hardware import Gpu
 from fa2gen.problem import Bucket
 from fa2gen.spec import FwdConfig, KernelSpec
@@ -38,11 +39,15 @@ _MAX_WASTED_ASKS = 10
 
 
 def state_dir() -> Path:
-    """Folder of the studies: ``$FA2GEN_STATE_DIR``, else ``fa2gen`` in the XDG state directory; plus ``/studies``."""
-    if chosen := os.environ.get("FA2GEN_STATE_DIR"):
-        return Path(chosen).expanduser() / "studies"
-    base = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
-    return Path(base).expanduser() / "fa2gen" / "studies"
+    """Folder of the studies: ``$FA2GEN_STATE_DIR``, else ``fa2gen`` in the XDG state directory; plus ``/studies``.
+
+    Raises:
+        Fa2genError: The user has no home; or $FA2GEN_STATE_DIR names that of an unknown one.
+    """
+    folder = user_folder("FA2GEN_STATE_DIR", "XDG_STATE_HOME", "~/.local/state")
+    if folder is None:
+        raise StudyError("there is no home folder for studies: set FA2GEN_STATE_DIR")
+    return folder / "studies"
 
 
 def study_name(

@@ -61,7 +61,9 @@ def test_another_device_or_kind_is_refused():
         parse_table(text(), "f", kind="bwd")
 
 
-@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "0", "-1.5", "true", '"1.5"', "null"])
+@pytest.mark.parametrize(
+    "number", ["NaN", "Infinity", "-Infinity", "1e999", "1" + 400 * "0", "0", "-1.5", "true", '"1.5"', "null"]
+)
 def test_times_are_finite_and_positive(number):
     with pytest.raises(TableError, match=r"not finite|finite number above 0"):
         parse_table(text().replace('"ms": 1.5', f'"ms": {number}', 1), "f")
@@ -103,12 +105,16 @@ def _damaged(path, value):
         (("config", "warp"), 4),
         (("bucket", "log2_waves"), 1.5),
         (("bucket", "log2_waves"), None),
+        (("bucket", "log2_seqlen_q"), 10**400),
+        (("bucket", "log2_waves"), -49),
         (("measurement", "kind"), "guessed"),
         (("measurement", "n"), -1),
         (("measurement", "p20"), 2.5),
         (("measurement", "problem", "batch"), -1),
+        (("measurement", "problem", "seqlen_k"), 10**400),
         (("measurement", "problem"), "big"),
         (("provenance", "utc"), "yesterday"),
+        (("provenance", "utc"), "٢٠٢٦-01-01T00:00:00Z"),
         (("provenance", "template_hash"), ""),
         (("provenance", "trials"), 1.5),
         (("provenance", "versions"), {"python": 3}),
@@ -121,9 +127,16 @@ def test_a_wrong_field_names_file_and_entry(path, value):
         parse_table(_damaged(path, value), "the/file")
 
 
-def test_a_kernel_of_another_kind_is_refused():
-    with pytest.raises(TableError, match="a fwd kernel in a table of bwd"):
+def test_an_unknown_kind_is_refused():
+    with pytest.raises(TableError, match="for kind 'bwd'; this fa2gen has fwd"):
         parse_table(text().replace('"kind": "fwd", "entries"', '"kind": "bwd", "entries"'), "f")
+
+
+@pytest.mark.parametrize("name", ["gpu", "target", "kind"])
+@pytest.mark.parametrize("value", [None, 5, [], {}])
+def test_the_head_is_text(name, value):
+    with pytest.raises(TableError, match=f"{name} must be text"):
+        parse_table(json.dumps({**json.loads(text()), name: value}), "f")
 
 
 def test_entries_cannot_hold_nonsense():

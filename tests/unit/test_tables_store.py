@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
+import fcntl
 import os
+import signal
+import time
 import warnings
 
 import pytest
 
-from fa2gen.errors import TableError
+from fa2gen.errors import Fa2genError, TableError
 from fa2gen.hardware import get_gpu
 from fa2gen.problem import Problem
 from fa2gen.spec import KernelSpec
@@ -21,10 +25,12 @@ from fa2gen.tables import (
     render_table,
     require_writable,
     save_entries,
+    scan_tables,
     table_path,
     user_dir,
 )
-from fa2gen.tables.store import cached_table
+from fa2gen.tables.locks import locked
+from fa2gen.tables.store import cached_table, search_dirs
 from tests.tuning_fakes import entry, table
 
 GPU = get_gpu("a100")
@@ -37,6 +43,22 @@ def test_the_user_folder_follows_the_environment(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
     assert user_dir() == tmp_path / "data" / "fa2gen" / "tables"
     assert (package_dir() / "__init__.py").exists()
+
+
+def test_the_user_may_have_no_home(monkeypatch, tmp_path):
+    """A container that runs under a uid of which it knows nothing: look-ups read the package's tables."""
+    monkeypatch.delenv("FA2GEN_TABLES_DIR", raising=False)
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setenv("XDG_DATA_HOME", "relative/is/ignored")
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
+    assert search_dirs() == (package_dir(),)
+    assert {file.source for file in scan_tables()} == {"package"}
+    for call in (user_dir, lambda: require_writable(GPU, ["fwd"]), lambda: save_entries(GPU, [entry()])):
+        with pytest.raises(TableError, match="no home folder for tuned tables: set FA2GEN_TABLES_DIR"):
+            call()
+    monkeypatch.setenv("FA2GEN_TABLES_DIR", "~nobody-of-this-name/tables")
+    with pytest.raises(Fa2genError, match="FA2GEN_TABLES_DIR is ~nobody-of-this-name/tables, which names no folder"):
+        search_dirs()
 
 
 def test_a_save_is_read_back(tmp_path):
@@ -187,6 +209,60 @@ def test_a_newer_table_is_not_touched(tmp_path):
     with pytest.raises(TableError, match="install a newer fa2gen"):
         save_entries(GPU, [entry()], root=tmp_path)
     assert path.read_text() == newer
+
+
+def test_entries_of_another_target_are_refused(tmp_path):
+    (path,) = save_entries(GPU, [entry()], root=tmp_path)
+    before = path.read_text()
+    with pytest.raises(TableError, match="for target sm_80, the entries to be saved are for sm_90"):
+        save_entries(dataclasses.replace(GPU, compute_capability=(9, 0)), [entry()], root=tmp_path)
+    assert path.read_text() == before
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (os.mkfifo, "not a file"),
+        (lambda path: path.symlink_to("/dev/zero"), "not a file"),
+        (lambda path: os.truncate(os.open(path, os.O_RDWR | os.O_CREAT), 1 << 40), "a table at most"),
+    ],
+)
+def test_what_stands_in_a_table_s_place_neither_hangs_nor_floods(tmp_path, make, why):
+    path = table_path(tmp_path, "a100", "fwd")
+    path.parent.mkdir()
+    make(path)
+    with pytest.warns(RuntimeWarning, match=why):
+        assert cached_table(path) is None
+    for call in (require_writable, save_entries):
+        with pytest.raises(TableError, match=f"cannot be written.*{why}"):
+            call(GPU, ["fwd"] if call is require_writable else [entry()], root=tmp_path)
+    assert os.path.lexists(path)
+
+
+def test_a_file_system_without_locks_is_known_beforehand(tmp_path, monkeypatch):
+    def flock(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    with pytest.raises(TableError, match=r"cannot be written.*No locks available"):
+        require_writable(GPU, ["fwd"], root=tmp_path)
+
+
+def test_a_child_forked_under_the_lock_does_not_keep_it(tmp_path):
+    name = tmp_path / "lock"
+    with locked(name):
+        waiting = os.open(name, os.O_RDONLY)
+        child = os.fork()
+        if child == 0:
+            time.sleep(30)
+            os._exit(0)
+    try:
+        # Whoever waited for this very file must get it to see that it is gone.
+        fcntl.flock(waiting, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(waiting)
 
 
 def test_a_folder_that_cannot_be_written_says_so(tmp_path):
