@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import io
 import signal
 import sys
 import threading
@@ -49,6 +50,16 @@ class _Group(click.Group):
         assert isinstance(found, click.Command)
         return found
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args[0] not in COMMANDS and not args[0].startswith("-") and not ctx.resilient_parsing:
+            import difflib
+
+            near = difflib.get_close_matches(args[0], COMMANDS)
+            ctx.fail(f"no command {args[0]!r}" + (f", did you mean {' or '.join(near)}?" if near else ""))
+        return super().resolve_command(ctx, args)
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             formatter.write_dl(list(COMMANDS.items()))
@@ -62,6 +73,9 @@ class _Group(click.Group):
         **extra: Any,
     ) -> Any:
         ended_by: list[int] = []
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            # A stream that is not UTF-8 shows what it cannot encode as stderr does, instead of ending the command.
+            sys.stdout.reconfigure(errors="backslashreplace")
         try:
             with warnings.catch_warnings(), _signals_interrupt(ended_by):
                 warnings.showwarning = _show_warning
@@ -75,7 +89,8 @@ class _Group(click.Group):
             _fail(str(error), 1)
         except OSError as error:
             # A full disk, a read-only folder: the operating system's own words are the clearest.
-            _fail(str(error), 1)
+            words = error.strerror or str(error)
+            _fail(words if error.filename is None else f"{error.filename}: {words}", 1)
         except MemoryError as error:
             _fail(f"not enough memory: {error}", 1)
         except (click.Abort, KeyboardInterrupt):

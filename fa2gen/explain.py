@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from .codegen import render_kernel, template_hash
 from .compile import CompiledKernel, compile_kernel
 from .constraints import SmemPlan, default_config, estimate_registers, infeasible_reason, smem_plan
-from .errors import ArgumentError, CompileError, ToolchainError
+from .errors import CompileError, ToolchainError
 from .hardware import Gpu, Occupancy, occupancy
 from .launch import fwd_plan, heads_per_section
 from .problem import Problem
@@ -198,13 +198,13 @@ class Explanation:
 
 
 def explain(
-    spec: KernelSpec, problem: Problem, gpu: Gpu, *, config: str = "tuned", compile: bool = True
+    spec: KernelSpec, problem: Problem, gpu: Gpu, *, config: FwdConfig | str = "tuned", compile: bool = True
 ) -> Explanation:
     """Explains one call.
 
     Args:
         spec, problem, gpu: What runs where; the problem's lengths and heads at least 1.
-        config: ``"tuned"``: the table lookup's choice; ``"default"``; or a config's slug.
+        config: ``"tuned"``: the table lookup's choice; ``"default"``; or a config or its slug.
         compile: Ask ptxas for registers and spills where nvcc or a cached cubin is at hand; else they are estimated.
 
     Raises:
@@ -235,34 +235,7 @@ def explain(
     )
 
 
-_SLUG = re.compile(
-    r"(?P<family>[a-z0-9]+)_(?P<block_m>\d+)x(?P<block_n>\d+)s(?P<step_n>\d+)_w(?P<num_warps>\d+)_st(?P<num_stages>\d+)"
-    r"_q(?P<q>[rs])_(?P<softmax>[a-z]+)_mb(?P<min_blocks>\d+)"
-)
-
-
-def parse_config(text: str) -> FwdConfig:
-    """The config of a slug (``FwdConfig.slug``).
-
-    Raises:
-        ArgumentError: It is none.
-    """
-    match = _SLUG.fullmatch(text.strip())
-    if match is None:
-        raise ArgumentError(
-            f"config must be tuned, default or a config's name such as {FwdConfig().slug()}, got {text!r}"
-        )
-    numbers = {name: int(match[name]) for name in ("block_m", "block_n", "step_n", "num_warps", "num_stages")}
-    return FwdConfig(
-        family=match["family"],
-        q_in_regs=match["q"] == "r",
-        softmax=match["softmax"],
-        min_blocks=int(match["min_blocks"]),
-        **numbers,
-    )
-
-
-def _select(spec: KernelSpec, problem: Problem, gpu: Gpu, config: str) -> Selection:
+def _select(spec: KernelSpec, problem: Problem, gpu: Gpu, config: FwdConfig | str) -> Selection:
     # What the run time would do is to be explained, also where FA2GEN_STRICT makes it an error.
     bucket = problem.bucket(gpu.num_sms)
     match = lookup(spec, bucket, gpu, template_hash=template_hash, strict=False)
@@ -271,7 +244,8 @@ def _select(spec: KernelSpec, problem: Problem, gpu: Gpu, config: str) -> Select
     elif config == "default":
         chosen, origin, why = default_config(spec), "default", "asked for: legal for every kernel on every GPU"
     else:
-        chosen, origin, why = parse_config(config), "given", "asked for by name"
+        chosen = config if isinstance(config, FwdConfig) else FwdConfig.from_slug(config)
+        origin, why = "given", "asked for"
     illegal = infeasible_reason(spec, chosen, gpu.arch)
     excluded = illegal or exclusion_reason(spec, chosen, gpu.arch)
     if excluded is None and chosen not in legal_space(spec, gpu).configs:

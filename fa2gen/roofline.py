@@ -124,7 +124,7 @@ def tile_work(spec: KernelSpec, config: FwdConfig, problem: Problem) -> TileWork
 def _sum_of_ceilings(first: int, step: int, count: int, divisor: int) -> int:
     """Sum of ceil((first + i step) / divisor) for i below count, first at least 0.
 
-    Every ``divisor / gcd(step, divisor)`` terms the ceiling grows by the same whole number: that many arithmetic series.
+    Every ``divisor / gcd(step, divisor)`` terms the ceiling grows by the same whole number: so many arithmetic series.
     """
     period = divisor // math.gcd(step, divisor)
     growth = step * period // divisor

@@ -33,7 +33,7 @@ def command() -> None:
     """
 
 
-@command.command("ls")
+@command.command("ls", short_help="List the entries.")
 @json_option
 def ls(as_json: bool) -> None:
     """List the entries: kernel, target, compiler, size, age and last use (to a day).
@@ -54,10 +54,10 @@ def ls(as_json: bool) -> None:
     now = time.time()
     rows = [("kernel", "target", "compiler", "size", "age", "last use", "")]
     for entry in sorted(found, key=lambda entry: (entry.section, entry.kernel, entry.target, entry.path)):
-        compiler = entry.compiler if len(entry.compiler) <= 40 else f"{entry.compiler[:39]}…"
+        compiler = entry.compiler if len(entry.compiler) <= 40 else f"{entry.compiler[:37]}..."
         age = age_text(now - entry.built) if entry.built else ""
         state = "" if entry.status == admin.OK else f"{entry.status}: {entry.reason}"
-        name = entry.kernel or f"{entry.path.name[:12]}…"
+        name = entry.kernel or f"{entry.path.name[:12]}..."
         rows.append((name, entry.target, compiler, size_text(entry.size), age, age_text(now - entry.last_use), state))
     if found:
         widths = [max(len(row[column]) for row in rows) for column in range(6)]
@@ -68,7 +68,7 @@ def ls(as_json: bool) -> None:
     click.echo(f"{count_text(len(found), 'entry', 'entries')}, {size_text(size)}, in {root}")
 
 
-@command.command("gc")
+@command.command("gc", short_help="Remove old entries and leftovers.")
 @click.option("--max-size", "max_bytes", callback=parse_size, metavar="SIZE", help="Keep at most so much, e.g. 2G.")
 @click.option(
     "--max-age", "max_age", callback=parse_age, metavar="AGE", help="Remove what was not used for so long, e.g. 30d."
@@ -116,7 +116,7 @@ def gc(max_bytes: int | None, max_age: float | None, dry_run: bool, as_json: boo
                f"{size_text(result.kept_bytes)}, in {root}")  # fmt: skip
 
 
-@command.command("verify")
+@command.command("verify", short_help="Check every file of every entry.")
 @click.option("--delete", is_flag=True, help="Remove damaged entries; they are built again when they are needed.")
 @json_option
 def verify(delete: bool, as_json: bool) -> int:

@@ -13,7 +13,7 @@ COMPLETE_VARIABLE = "_FA2GEN_COMPLETE"
 
 
 @click.command("completion")
-@click.argument("shell", type=click.Choice(SHELLS), required=False)
+@click.argument("shell", type=click.Choice(SHELLS), required=False, metavar="[SHELL]")
 def command(shell: str | None) -> None:
     """Print the script that completes fa2gen's commands, options and GPU names in bash, zsh or fish.
 

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import click
 
-from ..errors import ArgumentError
-from ..spec import FwdConfig
-from .options import gpu_option, json_option, make_specs, resolve_gpu, seqlen_options, spec_options
+from .options import (
+    config_option,
+    given,
+    gpu_option,
+    json_option,
+    make_specs,
+    out_option,
+    parse_config,
+    resolve_gpu,
+    seqlen_options,
+    spec_options,
+)
 
 if TYPE_CHECKING:
     from ..emit import EmittedKernel
@@ -20,13 +29,8 @@ if TYPE_CHECKING:
 @spec_options(gqa=(1,))
 @gpu_option("GPU whose tuned configs and target are used. [default: the one found, else a100]")
 @seqlen_options(2048)
-@click.option(
-    "--config",
-    "config_text",
-    metavar="CONFIG",
-    help="This config instead of the tuned one: default, a name such as sm80_128x64s64_w4_st2_qs_online_mb1, or JSON.",
-)
-@click.option("-o", "--out", type=click.Path(path_type=Path), metavar="DIR", help="Folder for the files.")
+@config_option("emit")
+@out_option("Folder for the files.", checked=False)
 @click.option("--stdout", "to_stdout", is_flag=True, help="Print one kernel instead of writing files.")
 @json_option
 def command(
@@ -37,7 +41,7 @@ def command(
     gpu_name: str | None,
     seqlen_q: int,
     seqlen_k: int | None,
-    config_text: str | None,
+    config: str,
     out: Path | None,
     to_stdout: bool,
     as_json: bool,
@@ -63,7 +67,13 @@ def command(
             "--json tells what --out wrote; it does not go with --stdout", click.get_current_context()
         )
     specs = make_specs(headdims, dtypes, causal, gqa_ratios)
-    config = None if config_text is None else parse_config(config_text)
+    parsed = parse_config(config)
+    chosen = None if parsed == "tuned" else parsed
+    if chosen is not None and (given("seqlen_q") or given("seqlen_k")):
+        raise click.UsageError(
+            "--seqlen-q and --seqlen-k choose among the tuned configs; they do not go with --config",
+            click.get_current_context(),
+        )
     gpu = resolve_gpu(gpu_name, default="a100")
     if out is None:
         if len(specs) > 1:
@@ -72,10 +82,10 @@ def command(
                 "give --headdim, --dtype, --causal or --no-causal, and --gqa once each",
                 click.get_current_context(),
             )
-        kernel = choose(specs[0], gpu, seqlen_q=seqlen_q, seqlen_k=seqlen_k, config=config)
+        kernel = choose(specs[0], gpu, seqlen_q=seqlen_q, seqlen_k=seqlen_k, config=chosen)
         click.echo(kernel.source.text, nl=False)
         return
-    kernels = emit(specs, gpu, out, seqlen_q=seqlen_q, seqlen_k=seqlen_k, config=config)
+    kernels = emit(specs, gpu, out, seqlen_q=seqlen_q, seqlen_k=seqlen_k, config=chosen)
     if as_json:
         files = [*(kernel.file for kernel in kernels), *EXTRA_FILES]
         click.echo(json.dumps({"out": str(out), "files": files, **manifest(kernels, gpu)}, indent=2))
@@ -88,24 +98,3 @@ def _report(kernels: list[EmittedKernel], out: Path) -> None:
     for kernel in kernels:
         click.echo(f"{out / kernel.file}")
         click.echo(f"  {kernel.match.describe()}")
-
-
-def parse_config(text: str) -> FwdConfig | Literal["default"]:
-    """A config from the command line: ``default``, a config's slug, or a JSON object of its fields.
-
-    Raises:
-        ArgumentError: None of these, or a value that no config has.
-    """
-    if text == "default":
-        return "default"
-    if not text.lstrip().startswith("{"):
-        if "_" not in text:
-            raise ArgumentError(
-                f"config must be default, a name such as {FwdConfig().slug()}, or a JSON object of fields; got {text!r}"
-            )
-        return FwdConfig.from_slug(text)
-    try:
-        form = json.loads(text)
-    except ValueError as error:
-        raise ArgumentError(f"config is not JSON: {error}") from None
-    return FwdConfig.from_canonical(form)

@@ -10,7 +10,15 @@ import click
 from ..errors import ArgumentError
 from ..problem import Problem
 from ..spec import KernelSpec
-from .options import gpu_option, json_option, one_spec_options, resolve_gpu, seqlen_options
+from .options import (
+    config_option,
+    gpu_option,
+    json_option,
+    one_spec_options,
+    parse_config,
+    resolve_gpu,
+    seqlen_options,
+)
 
 
 @click.command("explain")
@@ -23,13 +31,7 @@ from .options import gpu_option, json_option, one_spec_options, resolve_gpu, seq
 @click.option(
     "--heads", type=click.IntRange(min=1), metavar="N", help="Query heads. [default: about 2048 columns in all]"
 )
-@click.option(
-    "--config",
-    default="tuned",
-    show_default=True,
-    metavar="NAME",
-    help="tuned (what the tables choose), default, or a config's name: its numbers, or why it is excluded.",
-)
+@config_option("explain")
 @click.option(
     "--compile/--no-compile",
     "compiled",
@@ -74,9 +76,10 @@ def command(
         gqa_ratio=gqa_ratio,
         alignment=2 if head_dim > 0 and head_dim % 8 else 16,
     )
+    chosen = parse_config(config)
     gpu = resolve_gpu(gpu_name, default="a100")
     problem = _problem(spec, usual_problem(spec, seqlen_q, seqlen_q if seqlen_k is None else seqlen_k), batch, heads)
-    explanation = explain(spec, problem, gpu, config=config, compile=compiled)
+    explanation = explain(spec, problem, gpu, config=chosen, compile=compiled)
     if as_json:
         from .explain_json import explanation_json
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from ..explain import Explanation, MeasuredTime
 from ..roofline import Traffic
 from ..tuning.model import MODEL_VERSION, validity
+from .units import count_text
 
 WIDTH = 100
 _LABEL = 22
@@ -43,7 +44,8 @@ def _head(e: Explanation) -> Iterator[str]:
 
 def _sizes(e: Explanation | MeasuredTime) -> str:
     p = e.problem if isinstance(e, Explanation) else e.entry.measurement.problem
-    return f"batch {p.batch}, {p.num_heads_q} query heads over {p.num_heads_k}, seqlen {p.seqlen_q} x {p.seqlen_k}"
+    heads = count_text(p.num_heads_q, "query head")
+    return f"batch {p.batch}, {heads} over {p.num_heads_k}, seqlen {p.seqlen_q} x {p.seqlen_k}"
 
 
 def _work(e: Explanation) -> Iterator[str]:
@@ -134,7 +136,8 @@ def _registers(e: Explanation) -> Iterator[str]:
 def _occupancy(e: Explanation) -> Iterator[str]:
     o, most = e.occupancy, e.gpu.arch.max_warps_per_sm
     yield "Occupancy"
-    blocks = f"{o.blocks_per_sm} blocks of {e.selection.config.num_warps} warps an SM"
+    warps_each = count_text(e.selection.config.num_warps, "warp")
+    blocks = f"{count_text(o.blocks_per_sm, 'block')} of {warps_each} an SM"
     warps = f"{o.warps_per_sm} of {most} warps ({o.warps_per_sm / most:.0%})"
     yield from _row("resident", f"{blocks}: {warps}, limited by {' and '.join(o.limiters)}")
     yield from _row("blocks each allows", ", ".join(f"{name} {count}" for name, count in o.blocks_by_limit.items()))
@@ -143,14 +146,15 @@ def _occupancy(e: Explanation) -> Iterator[str]:
 def _grid(e: Explanation) -> Iterator[str]:
     grid, p, block_m = e.grid, e.problem, e.selection.config.block_m
     yield "Grid"
-    tiles = f"{-(-p.seqlen_q // block_m)} query tiles of {block_m}"
-    yield from _row("blocks", f"{grid.blocks:,} = {p.batch} x {p.num_heads_q} heads x {tiles}")
+    count = -(-p.seqlen_q // block_m)
+    tiles = f"{count:,} query {'tile' if count == 1 else 'tiles'} of {block_m}"
+    yield from _row("blocks", f"{grid.blocks:,} = {p.batch} x {count_text(p.num_heads_q, 'head')} x {tiles}")
     if grid.wave == 0:
         yield from _row("waves", "no block fits an SM")
         return
     tail = f", a tail of {grid.tail:,}; {grid.efficiency:.1%} of the slots filled" if grid.tail else ""
     order = "; longest blocks first" if e.spec.causal else ""
-    yield from _row("waves", f"{grid.waves:.2f} of {grid.wave:,} blocks: {grid.full_waves} full{tail}{order}")
+    yield from _row("waves", f"{grid.waves:,.2f} of {grid.wave:,} blocks: {grid.full_waves:,} full{tail}{order}")
 
 
 def _time(e: Explanation) -> Iterator[str]:
@@ -200,11 +204,11 @@ def _space(e: Explanation, list_excluded: bool) -> Iterator[str]:
 
 
 def _flops(count: int) -> str:
-    return _scaled(count, ("", "K", "M", "G", "T", "P", "E"), "FLOP")
+    return _scaled(count, ("", "K", "M", "G", "T", "P", "E", "Z", "Y"), "FLOP")
 
 
 def _bytes(count: int) -> str:
-    return _scaled(count, ("", "k", "M", "G", "T", "P", "E"), "B")
+    return _scaled(count, ("", "k", "M", "G", "T", "P", "E", "Z", "Y"), "B")
 
 
 def _scaled(count: int, prefixes: tuple[str, ...], unit: str) -> str:
@@ -217,7 +221,9 @@ def _scaled(count: int, prefixes: tuple[str, ...], unit: str) -> str:
 
 
 def _kib(count: int) -> str:
-    return f"{count / 2**20:.3g} MiB" if count >= 2**20 else f"{count / 1024:.4g} KiB"
+    if count >= 1000 * 2**20:
+        return f"{count / 2**30:,.4g} GiB"
+    return f"{count / 2**20:.4g} MiB" if count >= 2**20 else f"{count / 1024:.4g} KiB"
 
 
 def _ms(ms: float) -> str:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import click
 
+from ..errors import ArgumentError
 from ..hardware import Gpu, get_gpu, list_gpus, match_device
 from ..problem import MAX_SEQLEN
-from ..spec import DTYPES, KernelSpec
+from ..spec import DTYPES, FwdConfig, KernelSpec
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
@@ -37,9 +40,8 @@ def spec_options(*, gqa: Sequence[int]) -> Callable[[_Command], _Command]:
             type=int,
             multiple=True,
             default=tuple(gqa),
-            show_default=" and ".join(map(str, gqa)),
             metavar="R",
-            help="Query heads per key/value head.",
+            help=f"Query heads per key/value head. [default: {' and '.join(map(str, gqa))}]",
         ),
     )
 
@@ -51,20 +53,32 @@ def spec_options(*, gqa: Sequence[int]) -> Callable[[_Command], _Command]:
     return decorate
 
 
+def _once(_ctx: click.Context, _param: click.Parameter, values: tuple[Any, ...]) -> Any:
+    if len(values) > 1:
+        raise click.BadParameter(f"this command takes one, got {', '.join(map(str, values))}")
+    return values[0]
+
+
+# An option that other commands repeat: click would drop all values but the last without a word.
+_ONCE: dict[str, Any] = {"multiple": True, "callback": _once}
+
+
 def one_spec_options(command: _Command) -> _Command:
     """The same options for one kernel: none may be repeated, and each has a default but ``--headdim``."""
     options = (
-        click.option("--headdim", "head_dim", type=int, required=True, metavar="D", help="Head dimension."),
-        click.option("--dtype", type=click.Choice(DTYPES), default="bf16", show_default=True, help="Element type."),
+        click.option("--headdim", "head_dim", type=int, required=True, metavar="D", help="Head dimension.", **_ONCE),
+        click.option(
+            "--dtype", type=click.Choice(DTYPES), default=("bf16",), help="Element type. [default: bf16]", **_ONCE
+        ),
         click.option("--causal/--no-causal", default=False, show_default=True, help="With or without the causal mask."),
         click.option(
             "--gqa",
             "gqa_ratio",
             type=int,
-            default=1,
-            show_default=True,
+            default=(1,),
             metavar="R",
-            help="Query heads per key/value head.",
+            help="Query heads per key/value head. [default: 1]",
+            **_ONCE,
         ),
     )
     for option in reversed(options):
@@ -81,6 +95,62 @@ def _complete_gpu(_ctx: click.Context, _param: click.Parameter, incomplete: str)
     from click.shell_completion import CompletionItem
 
     return [CompletionItem(gpu.name, help=gpu.title) for gpu in list_gpus() if gpu.name.startswith(incomplete.lower())]
+
+
+class _Folder(click.Path):
+    """A folder; an empty name is most often a shell variable that is not set, and would be the current folder."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if value == "":
+            self.fail("the name is empty; write ./ for the current folder", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+def out_option(help_text: str, *, checked: bool = True) -> Callable[[_Command], _Command]:
+    """``-o``, ``--out``: a folder to write to; ``checked``: a file of that name is wrong usage."""
+    folder = _Folder(path_type=Path, file_okay=not checked)
+    return click.option("-o", "--out", type=folder, metavar="DIR", help=help_text)
+
+
+def config_option(verb: str) -> Callable[[_Command], _Command]:
+    """``--config``, ``"tuned"`` unless given (see :func:`parse_config`)."""
+    return click.option(
+        "--config",
+        default="tuned",
+        metavar="CONFIG",
+        help=f"Config to {verb}: tuned (what the tables choose), default (legal on every GPU), a name such as "
+        f"{FwdConfig().slug()}, or JSON such as '{{\"block_m\": 64}}'. [default: tuned]",
+    )
+
+
+def parse_config(text: str) -> FwdConfig | Literal["tuned", "default"]:
+    """A config from the command line: ``tuned``, ``default``, a config's slug, or a JSON object of its fields.
+
+    Raises:
+        ArgumentError: None of these, or a value that no config has.
+    """
+    if text == "tuned":
+        return "tuned"
+    if text == "default":
+        return "default"
+    if text.lstrip().startswith("{"):
+        try:
+            form = json.loads(text)
+        except ValueError as error:
+            raise ArgumentError(f"--config is not JSON: {error}") from None
+        return FwdConfig.from_canonical(form)
+    if "_" not in text:
+        raise ArgumentError(
+            f"--config must be tuned, default, a name such as {FwdConfig().slug()}, or a JSON object of fields; "
+            f"got {text!r}"
+        )
+    return FwdConfig.from_slug(text)
+
+
+def given(name: str) -> bool:
+    """Whether an option of the running command was written on the command line, not left to its default."""
+    source = click.get_current_context().get_parameter_source(name)
+    return source is click.core.ParameterSource.COMMANDLINE
 
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of text.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..problem import MAX_SEQLEN
-from .options import gpu_option, json_option, make_specs, resolve_gpu, seqlen_options, spec_options
+from .options import gpu_option, json_option, make_specs, out_option, resolve_gpu, seqlen_options, spec_options
 from .progress import StageProgress
 
 if TYPE_CHECKING:
@@ -41,6 +42,12 @@ def _parse_sizes(text: str) -> _Lengths:
     return tuple(dict.fromkeys(sizes))
 
 
+def _finite(_ctx: click.Context, _param: click.Parameter, value: float | None) -> float | None:
+    if value is not None and not math.isfinite(value):
+        raise click.BadParameter(f"{value} is no number of seconds")
+    return value
+
+
 @click.command("tune")
 @spec_options(gqa=(1, 8))
 @gpu_option("GPU to tune for. [default: the one found]")
@@ -52,13 +59,7 @@ def _parse_sizes(text: str) -> _Lengths:
     f"{', '.join(map(str, _ALL))}. [default: {_DEFAULT}]",
 )
 @seqlen_options(None, minimum=1)
-@click.option(
-    "-o",
-    "--out",
-    type=click.Path(path_type=Path, file_okay=False),
-    metavar="DIR",
-    help="Folder of tables to write to. [default: the user's data folder]",
-)
+@out_option("Folder of tables to write to. [default: the user's data folder]")
 @click.option(
     "--trials",
     type=click.IntRange(min=0),
@@ -67,7 +68,11 @@ def _parse_sizes(text: str) -> _Lengths:
     " [default: 24]. The default config and the one in the tables are tried besides; 0: those alone.",
 )
 @click.option(
-    "--timeout", type=click.FloatRange(min=0, min_open=True), metavar="SECONDS", help="Stop after; save what is found."
+    "--timeout",
+    type=click.FloatRange(min=0, min_open=True),
+    callback=_finite,
+    metavar="SECONDS",
+    help="Stop after so long, and save what is found.",
 )
 @click.option(
     "--resume/--no-resume",
@@ -75,7 +80,9 @@ def _parse_sizes(text: str) -> _Lengths:
     show_default=True,
     help="Go on with the studies of an earlier run, or put them aside.",
 )
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the samplers.")
+@click.option(
+    "--seed", type=click.IntRange(min=0), default=0, show_default=True, metavar="N", help="Seed of the samplers."
+)
 @click.option(
     "--device",
     "devices",

@@ -6,6 +6,8 @@ import sys
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+from .units import count_text
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
 
 # Columns that the table of results takes.
 _WIDE = 165
+# The table cannot be read in fewer; a narrower terminal wraps its lines.
+_NARROWEST = 72
 # Failures of one kind that are told in full.
 _EXAMPLES = 3
 
@@ -25,7 +29,8 @@ def _console() -> Console:
     from rich.console import Console
 
     if sys.stdout.isatty():
-        return Console(highlight=False)
+        console = Console(highlight=False)
+        return console if console.width >= _NARROWEST else Console(width=_NARROWEST, highlight=False)
     # A pipe or a log has no width.
     return Console(width=180, highlight=False)
 
@@ -109,12 +114,13 @@ def show_report(report: TuneReport) -> None:
             reason = " ".join(failure.reason.split())[:160]
             line(f"{outcome}: {failure.spec.slug()} {failure.config.slug()}: {reason}")
     for path in report.paths:
-        text = f"saved {len(report.entries) - report.superseded} entries to {path}"
+        text = f"saved {count_text(len(report.entries) - report.superseded, 'entry', 'entries')} to {path}"
         if report.superseded:
             text += f"; {report.superseded} gave way to measured or newer ones there"
         line(text)
     line(
-        f"{report.compiled} kernels compiled, {report.cached} from the cache, {report.seconds:.0f} s; {_how(report)}"
+        f"{count_text(report.compiled, 'kernel')} compiled, {report.cached} from the cache, {report.seconds:.0f} s; "
+        + _how(report)
         + ("" if report.measured else f" (the model is {validity(report.gpu)})")
         + ("; ended early" if report.interrupted else "")
     )
@@ -169,8 +175,8 @@ def _entry_as_json(report: TuneReport, entry: TunedEntry) -> dict[str, Any]:
 def _estimate(plan: Plan) -> str:
     what = "to compile them, and the measuring besides," if plan.devices else "in all"
     return (
-        f"at most {plan.kernels} kernels to compile; about {plan.seconds:.0f} s {what} on {plan.cores} cores if none "
-        "is cached"
+        f"at most {count_text(plan.kernels, 'kernel')} to compile; about {plan.seconds:.0f} s {what} on "
+        f"{count_text(plan.cores, 'core')} if none is cached"
     )
 
 
@@ -182,13 +188,14 @@ def show_plan(plan: Plan) -> None:
         console.print(text, markup=False, soft_wrap=True)
 
     how = f"measured on device {', '.join(map(str, plan.devices))}" if plan.devices else "predicted"
-    line(f"{plan.gpu.title}: {len(plan.requests)} kernels and sizes to tune, {how}")
+    work = count_text(len(plan.requests), "kernel and size", "kernels and sizes")
+    line(f"{plan.gpu.title}: {work} to tune, {how}")
     for row in plan.requests:
         problem = row.request.problem
         line(
             f"{row.request.spec.slug()} {row.bucket.label()}: {problem.batch} x {problem.num_heads_q}/"
-            f"{problem.num_heads_k} heads x {problem.seqlen_q}/{problem.seqlen_k}, {row.legal} legal configs, "
-            f"{row.excluded} excluded"
+            f"{problem.num_heads_k} heads x {problem.seqlen_q}/{problem.seqlen_k}, {row.legal:,} legal configs, "
+            f"{row.excluded:,} excluded"
         )
         for name, config in _first(row):
             line(f"  {name:<9} {config.slug()}")

@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -15,7 +15,18 @@ from ..errors import ArgumentError, EmulatorError, InfeasibleError, LaunchError
 from ..hardware import Gpu, arch_limits
 from ..problem import Problem
 from ..spec import FwdConfig, KernelSpec
-from .options import gpu_at_hand, gpu_option, json_option, make_specs, resolve_gpu, seqlen_options, spec_options
+from .options import (
+    config_option,
+    given,
+    gpu_at_hand,
+    gpu_option,
+    json_option,
+    make_specs,
+    parse_config,
+    resolve_gpu,
+    seqlen_options,
+    spec_options,
+)
 from .progress import StageProgress
 
 if TYPE_CHECKING:
@@ -59,7 +70,7 @@ class _Verdict:
     show_default=True,
     help="Without lengths: about twenty cases, or about a hundred.",
 )
-@click.option("--config", "config_json", metavar="JSON", help="Check this config, e.g. '{\"block_m\": 64}'.")
+@config_option("check")
 @json_option
 def command(
     headdims: tuple[int, ...],
@@ -71,7 +82,7 @@ def command(
     seqlen_k: int | None,
     backend: str,
     budget: str,
-    config_json: str | None,
+    config: str,
     as_json: bool,
 ) -> int:
     """Run kernels and compare every row with attention in float64.
@@ -87,14 +98,17 @@ def command(
     specs = make_specs(headdims, dtypes, causal, gqa_ratios)
     if seqlen_k is not None and seqlen_q is None:
         raise click.UsageError("--seqlen-k needs --seqlen-q", click.get_current_context())
+    if seqlen_q is not None and given("budget"):
+        raise click.UsageError("--budget is for the cases without --seqlen-q", click.get_current_context())
+    parsed = parse_config(config)
     lengths = None if seqlen_q is None else (seqlen_q, seqlen_q if seqlen_k is None else seqlen_k)
     backend = _resolve_backend(backend)
     gpu = resolve_gpu(gpu_name) if gpu_name is not None else gpu_at_hand()
     verdicts = []
     with StageProgress() as progress:
         for spec in specs:
-            config, chosen = _choose_config(spec, gpu, lengths, config_json)
-            verdicts.append(_verify(spec, config, chosen, backend, lengths, budget, progress.on_event))
+            checked, chosen = _choose_config(spec, gpu, lengths, parsed)
+            verdicts.append(_verify(spec, checked, chosen, backend, lengths, budget, progress.on_event))
     failed = [verdict for verdict in verdicts if not verdict.passed]
     if as_json:
         click.echo(json.dumps({"backend": backend, "kernels": [_as_json(v) for v in verdicts]}, indent=2))
@@ -122,22 +136,15 @@ def _resolve_backend(name: str) -> str:
 
 
 def _choose_config(
-    spec: KernelSpec, gpu: Gpu | None, lengths: tuple[int, int] | None, config_json: str | None
+    spec: KernelSpec, gpu: Gpu | None, lengths: tuple[int, int] | None, asked: FwdConfig | Literal["tuned", "default"]
 ) -> tuple[FwdConfig, str]:
-    if config_json is not None:
-        try:
-            form = json.loads(config_json)
-        except ValueError as error:
-            raise ArgumentError(f"--config must be a JSON object: {error}") from None
-        if not isinstance(form, dict):
-            raise ArgumentError(f"--config must be a JSON object, got {config_json}")
-        config = FwdConfig.from_canonical(form)
+    if isinstance(asked, FwdConfig):
         # Without a GPU it has to run on the one that grants a block most.
         title, arch = (gpu.title, gpu.arch) if gpu is not None else ("any GPU", arch_limits((9, 0)))
-        if reason := infeasible_reason(spec, config, arch):
-            raise InfeasibleError(f"{config.slug()} cannot run {spec.slug()} on {title}: {reason}")
-        return config, "given"
-    if gpu is None:
+        if reason := infeasible_reason(spec, asked, arch):
+            raise InfeasibleError(f"{asked.slug()} cannot run {spec.slug()} on {title}: {reason}")
+        return asked, "given"
+    if gpu is None or asked == "default":
         return default_config(spec), "default"
     from ..codegen import template_hash
     from ..tables import lookup

@@ -87,22 +87,21 @@ def make_plan(
     tools = tools or Tools()
     found = find_devices(gpu, tools, devices)
     roots = tools.table_roots(out) if found else ()
+    each = trials if trials is not None else defaults.MEASURED_TRIALS if found else defaults.PREDICTED_TRIALS
     rows, unique = [], list(dict.fromkeys(requests))
     for request in unique:
         spec, bucket = request.spec, request.problem.bucket(gpu.num_sms)
         space, default = legal_space(spec, gpu), default_config(spec)
         incumbent = find_incumbent(spec, bucket, gpu, roots)
-        favourites = tuple(shortlist(spec, [request.problem], gpu, _TOP))
+        favourites = tuple(shortlist(spec, [request.problem], gpu, min(_TOP, each)))
         rows.append(
             PlannedRequest(request, bucket, default, incumbent, favourites, len(space.configs), len(space.excluded))
         )
     cores = usable_cores()
     if found:
-        each = defaults.MEASURED_TRIALS if trials is None else trials
         kernels = sum(min(each, row.legal) + 1 + (row.incumbent is not None) for row in rows)
         seconds = kernels * _COMPILE_SECONDS / cores
     else:
-        each = defaults.PREDICTED_TRIALS if trials is None else trials
         legal = {row.request.spec: row.legal for row in rows}
         kernels = sum(min(each, count) + 1 for count in legal.values())
         seconds = (kernels * _COMPILE_SECONDS + len(legal) * _PROOFS * _PROOF_SECONDS) / cores

@@ -15,7 +15,7 @@ from fa2gen.commands.explain_json import explanation_json
 from fa2gen.commands.explain_text import WIDTH, explanation_text
 from fa2gen.constraints import default_config, infeasible_reason
 from fa2gen.errors import ArgumentError, UnsupportedError
-from fa2gen.explain import Explanation, explain, group_exclusions, parse_config
+from fa2gen.explain import Explanation, explain, group_exclusions
 from fa2gen.hardware import Gpu, get_gpu
 from fa2gen.problem import Problem
 from fa2gen.spec import FwdConfig, KernelSpec
@@ -215,7 +215,8 @@ def test_strict_mode_is_explained_not_raised(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_config_names() -> None:
     for config in [*legal_space(SPEC, A100).configs, default_config(SPEC), FwdConfig(block_m=256, q_in_regs=True)]:
-        assert parse_config(config.slug()) == config
+        assert FwdConfig.from_slug(config.slug()) == config
+    assert explained(config=PLAIN.slug()).selection.config == explained(config=PLAIN).selection.config == PLAIN
     assert explained(config="default").selection.config == default_config(SPEC)
     for bad in ("", "fastest", PLAIN.slug() + "x", PLAIN.slug().replace("online", "none"), "sm90_" + PLAIN.slug()[5:]):
         with pytest.raises(ArgumentError):

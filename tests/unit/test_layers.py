@@ -19,7 +19,7 @@ LAYERS: tuple[tuple[str, ...] | frozenset[str], ...] = (
     ("codegen", "launch", "compile", "emulator", "driver", "reference", "gate"),
     frozenset({"tuning", "runtime"}),
     ("compat", "emit", "explain", "bench", "report"),
-    ("commands", "cli"),
+    ("commands", "cli", "__main__"),
 )
 # Cheap modules that the package itself offers as attributes, on demand.
 PACKAGE_ROOM = "__init__"

@@ -1,0 +1,141 @@
+"""The command line as somebody new meets it: help, slips of the pen, odd terminals, options that exclude each other."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+
+from fa2gen.cli import main
+from fa2gen.constraints import default_config
+from fa2gen.spec import FwdConfig, KernelSpec
+
+ROOT = Path(__file__).resolve().parents[2]
+EXPLAIN = ("explain", "--headdim", "64", "--gpu", "a100", "--no-compile", "--json")
+EMIT = ("emit", "--headdim", "64", "--dtype", "bf16", "--causal", "--gpu", "a100")
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(main, list(arguments))
+
+
+def assert_error(result: Result, code: int, *words: str) -> None:
+    (line,) = result.stderr.splitlines()
+    assert (result.exit_code, result.stdout) == (code, "")
+    assert line.startswith("error: ")
+    assert not [word for word in words if word not in line], line
+
+
+def _commands(command: click.Command, name: str = "fa2gen") -> Iterator[tuple[str, click.Command]]:
+    yield name, command
+    if isinstance(command, click.Group):
+        context = click.Context(command, info_name=name)
+        for sub_name in command.list_commands(context):
+            found = command.get_command(context, sub_name)
+            assert found is not None
+            yield from _commands(found, f"{name} {sub_name}")
+
+
+COMMANDS = dict(_commands(main))
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_reads_well(name: str) -> None:
+    text = CliRunner().invoke(main, [*name.split()[1:], "--help"], terminal_width=80).output
+    assert not re.search(r"[a-z]\.\.\.$", text, re.M), "a line of the help is cut short"
+    assert "default: (" not in text
+    assert "INTEGER" not in text
+    if name == "fa2gen":
+        return
+    examples = re.findall(r"^ {4}(?:eval \"\$\()?(fa2gen [^>\n)]*)", text, re.M)
+    assert examples
+    for example in examples:
+        words = shlex.split(example)
+        # The longest command name that the example begins with.
+        used = max((known for known in COMMANDS if words[: len(known.split())] == known.split()), key=len)
+        options = {
+            option for parameter in COMMANDS[used].params for option in (*parameter.opts, *parameter.secondary_opts)
+        }
+        assert {word for word in words if word.startswith("-")} <= options, example
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["tuen"], ("'tuen'", "did you mean tune?", "fa2gen --help")),
+        (["explian", "--headdim", "64"], ("'explian'", "did you mean explain?")),
+        (["xyz"], ("no command 'xyz' (see",)),
+        (["emit", "--headdim", "64", "-o", ""], ("--out", "empty")),
+        (["tune", "--headdim", "64", "--gpu", "a100", "--dry-run", "-o", ""], ("--out", "empty")),
+        (["table", "import", __file__, "-o", ""], ("--out", "empty")),
+        (["tune", "--headdim", "64", "--gpu", "a100", "--dry-run", "--timeout", "nan"], ("--timeout", "nan")),
+        (["tune", "--headdim", "64", "--gpu", "a100", "--dry-run", "--timeout", "inf"], ("--timeout", "inf")),
+        (["explain", "--headdim", "64", "--headdim", "128"], ("--headdim", "takes one", "64, 128")),
+        (["explain", "--headdim", "64", "--dtype", "bf16", "--dtype", "fp16"], ("--dtype", "bf16, fp16")),
+        (["explain", "--headdim", "64", "--gqa", "1", "--gqa", "8"], ("--gqa", "1, 8")),
+        (["verify", "--headdim", "64", "--seqlen-q", "8", "--budget", "quick"], ("--budget", "--seqlen-q")),
+        ([*EMIT, "--stdout", "--config", "default", "--seqlen-q", "2048"], ("--seqlen-q", "--config")),
+        ([*EMIT, "--stdout", "--config", FwdConfig().slug(), "--seqlen-k", "8"], ("--seqlen-k", "--config")),
+    ],
+)
+def test_wrong_usage(arguments: list[str], words: tuple[str, ...], tmp_path: Path) -> None:
+    assert_error(run(*arguments), 2, *words)
+
+
+@pytest.mark.parametrize("command", [EXPLAIN, (*EMIT, "--stdout"), ("verify", "--headdim", "64")])
+def test_config_is_said_in_one_way(command: tuple[str, ...]) -> None:
+    for text in ("fastest", "", "[1]"):
+        assert_error(run(*command, "--config", text), 1, "--config must be tuned, default, a name such as", repr(text))
+    assert_error(run(*command, "--config", "{"), 1, "--config is not JSON")
+    assert_error(run(*command, "--config", '{"block_x": 1}'), 1, "block_x", "block_m")
+
+
+def test_config_forms_of_explain_and_emit() -> None:
+    config = FwdConfig(block_m=64)
+    for text in (config.slug(), '{"block_m": 64}'):
+        assert json.loads(run(*EXPLAIN, "--config", text).stdout)["config"]["slug"] == config.slug()
+        assert config.slug() in run(*EMIT, "--stdout", "--config", text).stdout.splitlines()[0]
+    assert run(*EMIT, "--stdout", "--config", "tuned").stdout == run(*EMIT, "--stdout").stdout
+    default = default_config(KernelSpec(head_dim=64)).slug()
+    assert json.loads(run(*EXPLAIN, "--config", "default").stdout)["config"]["slug"] == default
+
+
+def test_a_dry_run_without_trials_tells_of_none() -> None:
+    arguments = ("tune", "--headdim", "64", "--gpu", "a100", "--seqlen-q", "512", "--dry-run", "--json", "--trials")
+    assert all(not row["model_favourites"] for row in json.loads(run(*arguments, "0").stdout)["requests"])
+    assert all(len(row["model_favourites"]) == 1 for row in json.loads(run(*arguments, "1").stdout)["requests"])
+
+
+def _process(*arguments: str, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "fa2gen", *arguments], capture_output=True, text=True, timeout=120, cwd=cwd, check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment}, encoding="utf-8",
+    )  # fmt: skip
+
+
+def test_runs_as_a_module_from_anywhere(tmp_path: Path) -> None:
+    assert _process("--version", cwd=tmp_path).stdout == run("--version").output
+    assert "(see fa2gen emit --help)" in _process("emit", cwd=tmp_path).stderr
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "utf-8"])
+def test_names_that_the_terminal_cannot_show(encoding: str, tmp_path: Path) -> None:
+    out = tmp_path / "\N{GREEK SMALL LETTER OMEGA}"
+    done = _process(*EMIT, "-o", str(out), PYTHONIOENCODING=encoding)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert ("\N{GREEK SMALL LETTER OMEGA}" if encoding == "utf-8" else "\\u03c9") in done.stdout
+    assert (out / "manifest.json").is_file()
+
+
+def test_system_errors_name_the_file(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert_error(run(*EMIT, "-o", str(tmp_path / "file" / "out")), 1, f"{tmp_path}/file/out: Not a directory")
