@@ -13,7 +13,7 @@ import click
 
 from ..errors import TableError
 from ..spec import DTYPES
-from .options import gpu_option, json_option
+from .options import gpu_option, json_option, out_option
 
 if TYPE_CHECKING:
     from ..tables import TableFile
@@ -34,7 +34,7 @@ def command() -> None:
     """
 
 
-@command.command("show")
+@command.command("show", short_help="Show tuned entries.")
 @gpu_option("Only this GPU's. [default: all]")
 @click.option("--headdim", "headdims", type=int, multiple=True, metavar="D", help="Only these head dimensions.")
 @click.option("--dtype", "dtypes", type=click.Choice(DTYPES), multiple=True, help="Only this element type.")
@@ -78,7 +78,7 @@ def show(
         click.echo("no tuned entries" + (" like these" if files else ": fa2gen tune makes them"))
 
 
-@command.command("check")
+@command.command("check", short_help="Check that entries are legal and of today's templates.")
 @gpu_option("Only this GPU's. [default: all]")
 @click.option(
     "--regate", is_flag=True, help="Put the stale entries through the gate again, and mark those that pass as usable."
@@ -125,12 +125,9 @@ def check_command(gpu_name: str | None, regate: bool, as_json: bool) -> int:
     return 1 if remains or damaged else 0
 
 
-@command.command("import")
+@command.command("import", short_help="Merge table files of other machines into yours.")
 @click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path, dir_okay=False, exists=True))
-@click.option(
-    "-o", "--out", type=click.Path(path_type=Path, file_okay=False), metavar="DIR",
-    help="Folder of tables to write to. [default: the user's data folder]",
-)  # fmt: skip
+@out_option("Folder of tables to write to. [default: the user's data folder]")
 @json_option
 def import_command(files: tuple[Path, ...], out: Path | None, as_json: bool) -> None:
     """Merge table files of other machines into the user's tables.
