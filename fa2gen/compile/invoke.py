@@ -6,11 +6,8 @@ over ptxas's report as a Python warning, which cannot be told apart between thre
 
 from __future__ import annotations
 
-import contextlib
-import os
 import re
 import shutil
-import signal
 import subprocess
 import tempfile
 import threading
@@ -18,6 +15,7 @@ import warnings
 from pathlib import Path
 
 from ..errors import CompileError, ToolchainError
+from .children import Child
 from .nvcc import CUBIN_NAME, HOW_TO_GET, SOURCE_NAME, Nvcc, nvcc_command, nvcc_options
 from .store import scratch_folder
 
@@ -45,30 +43,18 @@ class Processes:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._running: set[subprocess.Popen[str]] = set()
+        self._running: set[Child] = set()
         self.stopped = False
 
-    def start(self, command: list[str], folder: str) -> subprocess.Popen[str]:
+    def start(self, command: list[str], folder: Path) -> Child:
         with self._lock:
             if self.stopped:
                 raise CompileError("the compilation was cancelled")
-            # A session of its own: nvcc is a driver of other programs, which are stopped together with it. Its
-            # temporary files go where this process removes them.
-            process = subprocess.Popen(
-                command,
-                cwd=folder,
-                env={**os.environ, "TMPDIR": folder},
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                errors="replace",
-                start_new_session=True,
-            )
+            process = Child(command, folder)
             self._running.add(process)
             return process
 
-    def forget(self, process: subprocess.Popen[str]) -> None:
+    def forget(self, process: Child) -> None:
         with self._lock:
             self._running.discard(process)
 
@@ -77,13 +63,7 @@ class Processes:
         with self._lock:
             self.stopped = True
             for process in self._running:
-                end_process(process)
-
-
-def end_process(process: subprocess.Popen[str]) -> None:
-    """Ends nvcc and the programs it started; they have the process group to themselves."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+                process.end()
 
 
 def run_nvcc(text: str, target: str, nvcc: Nvcc, processes: Processes | None = None) -> tuple[bytes, str]:
@@ -105,9 +85,8 @@ def run_nvcc(text: str, target: str, nvcc: Nvcc, processes: Processes | None = N
 
 
 def _run_in_temporary_folder(text: str, target: str, nvcc: Nvcc, processes: Processes) -> tuple[bytes, str]:
-    with scratch_folder() as path:
-        folder = str(path)
-        Path(folder, SOURCE_NAME).write_text(text)
+    with scratch_folder() as folder:
+        (folder / SOURCE_NAME).write_bytes(text.encode())
         shutil.copy(_RUNTIME_HEADER, folder)
         command = nvcc_command(nvcc, target)
         status, log = _run([*command, "-I."], folder, target, nvcc, processes)
@@ -116,28 +95,24 @@ def _run_in_temporary_folder(text: str, target: str, nvcc: Nvcc, processes: Proc
             status, log = _run(command, folder, target, nvcc, processes)
         if processes.stopped:
             raise CompileError("the compilation was cancelled", log)
-        cubin = Path(folder, CUBIN_NAME)
+        cubin = folder / CUBIN_NAME
         if status != 0 or not cubin.is_file():
             raise compile_failure(nvcc, target, status, log)
         return cubin.read_bytes(), log
 
 
-def _run(command: list[str], folder: str, target: str, nvcc: Nvcc, processes: Processes) -> tuple[int, str]:
+def _run(command: list[str], folder: Path, target: str, nvcc: Nvcc, processes: Processes) -> tuple[int, str]:
     """Exit status and output of one run of nvcc."""
     try:
         process = processes.start(command, folder)
     except OSError as error:
         raise ToolchainError(f"{nvcc.path} does not run: {error}") from error
     try:
-        log, _ = process.communicate(timeout=TIMEOUT_SECONDS)
+        return process.finish(TIMEOUT_SECONDS)
     except subprocess.TimeoutExpired:
         raise CompileError(f"nvcc took longer than {TIMEOUT_SECONDS:.0f} s for {target} and was stopped") from None
     finally:
-        if process.poll() is None:
-            end_process(process)
-            process.communicate()
         processes.forget(process)
-    return process.returncode, log
 
 
 def compile_failure(nvcc: Nvcc, target: str, status: int, log: str) -> CompileError | ToolchainError:

@@ -21,6 +21,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Protocol
 
+from ..compile.children import Child
 from ..compile.entry import FORMAT, Contents, Entry
 from ..compile.location import cache_root, unsafe_reason
 from ..compile.locks import Lease, new_folder, remove
@@ -141,23 +142,12 @@ def _host_files(*suffixes: str) -> list[bytes]:
 
 def _run_compiler(command: Sequence[str], folder: Path, what: str) -> None:
     try:
-        # Its own temporary files go where this process, or the next one, removes them.
-        done = subprocess.run(
-            command,
-            cwd=folder,
-            env={**os.environ, "TMPDIR": str(folder)},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=BUILD_TIMEOUT_S,
-        )
+        status, log = Child(command, folder).finish(BUILD_TIMEOUT_S)
     except OSError as error:
         raise ToolchainError(f"the C++ compiler {command[0]} does not run: {error}") from error
     except subprocess.TimeoutExpired as error:
         raise CompileError(f"{what}: no result from {command[0]} in {BUILD_TIMEOUT_S:.0f} s") from error
-    if done.returncode:
-        log = done.stderr or done.stdout
+    if status:
         first = next((line for line in log.splitlines() if "error" in line), log[:200])
         raise CompileError(f"{what}: {os.path.basename(command[0])} failed: {first}", log)
 
@@ -233,7 +223,7 @@ def build(source: HostSource) -> EmulatedKernel:
     name = f"kernel-{_digest(runtime_key, *KERNEL_FLAGS, text)}"
 
     def make(folder: Path) -> Contents:
-        (folder / TEXT).write_text(text)
+        (folder / TEXT).write_bytes(text.encode())
         objects = _runtime(compiler, runtime_key)
         for file, data in objects.items():
             (folder / file).write_bytes(data)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from fa2gen.compile import admin, find_nvcc
+from fa2gen.compile.children import Child
 from fa2gen.compile.store import leftovers, scratch_folder
 from fa2gen.errors import ToolchainError
 
@@ -93,7 +94,7 @@ build(render_kernel(KernelSpec(), default_config(KernelSpec()), "host"))
 
 
 @pytest.mark.parametrize("compiler", sorted(_HANG))
-def test_temporary_files_of_a_killed_process_go_with_the_next_one(
+def test_a_killed_process_takes_the_compiler_along_and_its_files_go_with_the_next_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiler: str
 ) -> None:
     system = tmp_path / "system"
@@ -125,7 +126,37 @@ sleep 600
         with scratch_folder() as folder:
             assert list(system.iterdir()) == [folder]
         assert list(system.iterdir()) == []
+        # The compiler has a process group of its own, the script and its `sleep`: both end without being waited for.
+        group = int((tmp_path / "ready").read_text())
+        while members(group):
+            assert time.monotonic() < deadline, members(group)
+            time.sleep(0.02)
     finally:
-        # nvcc has a process group of its own, and lives on until somebody ends it.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(int((tmp_path / "ready").read_text()), signal.SIGKILL)
+
+
+def members(group: int) -> list[str]:
+    """Programs of a process group that run; a zombie does not."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            name, _, rest = path.read_text().rpartition(")")
+            state, _, number, *_ = rest.split()
+            if int(number) == group and state not in "ZX":
+                found.append(name)
+    return found
+
+
+def test_a_compiler_that_starts_others_ends_with_them(tmp_path: Path) -> None:
+    script = tmp_path / "compiler"
+    script.write_text("#!/bin/sh\necho started\nsleep 600 &\nwait\n")
+    script.chmod(0o755)
+    child = Child([str(script)], tmp_path)
+    start = time.monotonic()
+    with pytest.raises(subprocess.TimeoutExpired):
+        child.finish(0.3)
+    assert time.monotonic() - start < 30
+    assert members(child.group) == []
+    script.write_text("#!/bin/sh\necho out; echo err >&2; exit 3\n")
+    assert Child([str(script)], tmp_path).finish(60) == (3, "out\nerr\n")

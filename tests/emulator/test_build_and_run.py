@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import os
@@ -10,6 +11,7 @@ import stat
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -204,6 +206,28 @@ def test_what_cannot_be_stored_runs_from_a_temporary_folder(
     assert again.from_cache
     assert again.program == built.program
     assert not list((tmp_path / "emulator").glob("kernel-*"))
+
+
+def test_a_program_ends_with_its_caller() -> None:
+    """A kernel that never ends must not outlive a caller that is killed; here the program waits for its job."""
+    program = build(probe_source(BODIES, "host")).program
+    read, write = os.pipe()
+    code = f"import subprocess, sys; print(subprocess.Popen([{str(program)!r}], stdin=0).pid, flush=True)"
+    code += "; import time; time.sleep(600)"
+    caller = subprocess.Popen([sys.executable, "-c", code], stdin=read, stdout=subprocess.PIPE, text=True)
+    assert caller.stdout is not None
+    state = Path("/proc", caller.stdout.readline().strip(), "stat")
+    os.close(read)
+    time.sleep(0.2)
+    assert state.read_text().rpartition(")")[2].split()[0] == "S"
+    caller.kill()
+    caller.communicate()
+    deadline = time.monotonic() + 30
+    with contextlib.suppress(FileNotFoundError):
+        while state.read_text().rpartition(")")[2].split()[0] not in "ZX":
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+    os.close(write)
 
 
 def test_without_a_cache_folder_programs_run_until_the_process_ends(tmp_path: Path) -> None:

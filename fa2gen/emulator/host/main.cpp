@@ -1,6 +1,7 @@
 // The program around one kernel: reads a job from standard input, runs the grid, writes the outcome to standard output.
 // The two layouts are those of fa2gen/emulator/runner.py.
 #include <signal.h>
+#include <sys/prctl.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -169,4 +170,8 @@ int run() {
 }  // namespace
 }  // namespace emulator
 
-int main() { return emulator::run(); }
+int main() {
+  // A kernel that never ends would outlive a caller that is killed.
+  prctl(PR_SET_PDEATHSIG, SIGKILL);
+  return emulator::run();
+}
