@@ -61,10 +61,12 @@ def _apply(operator: str, left: Constant | None, right: Constant | None) -> Cons
         if left < 0 or right <= 0:
             return None
         return left // right if operator == "/" else left % right
-    return {
+    value: Constant = {
         "==": left == right, "!=": left != right, "<": left < right, ">": left > right, "<=": left <= right,
         ">=": left >= right, "+": left + right, "-": left - right, "*": left * right,
     }[operator]  # fmt: skip
+    # Beyond an int C++ has other rules (longer types, wrapping, no meaning at all).
+    return value if -(2**31) <= value < 2**31 else None
 
 
 def _unary(words: Sequence[str], at: int, known: Mapping[str, Constant]) -> tuple[Constant | None, int]:
@@ -79,8 +81,9 @@ def _unary(words: Sequence[str], at: int, known: Mapping[str, Constant]) -> tupl
         if at == len(words) or words[at] != ")":
             raise _NotUnderstood
         return value, at + 1
-    if re.fullmatch(r"0[xX][0-9a-fA-F]+[uUlL]*|[0-9]+[uUlL]*", word):
-        return int(word.rstrip("uUlL"), 0), at + 1
+    # Unsigned literals are left alone, as they make unsigned what they meet; so are octal ones.
+    if re.fullmatch(r"0[xX][0-9a-fA-F]+|0|[1-9][0-9]*", word):
+        return int(word, 0), at + 1
     if word in ("true", "false"):
         return word == "true", at + 1
     if not re.fullmatch(r"[A-Za-z_]\w*", word) or words[at + 1 : at + 2] in (["("], ["<"], ["::"]):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .evaluate import Constant, evaluate
 from .lexer import Code
@@ -47,9 +47,8 @@ class _Folder:
 
     def _walk(self, index: int, end: int) -> None:
         """Folds what is decided between two tokens; branches that are left out are not looked at again."""
-        code = self.code
         while index < end:
-            if code.word(index) == "if" and code.word(code.skip_comments(index + 1)) == "constexpr":
+            if self._is_constexpr(index):
                 branch = self._branch(index)
                 value = evaluate(branch.condition, self.known)
                 if value is not None:
@@ -58,6 +57,9 @@ class _Folder:
                     continue
                 self._shorten(index)
             index += 1
+
+    def _is_constexpr(self, index: int) -> bool:
+        return self.code.word(index) == "if" and self.code.word(self.code.skip_comments(index + 1)) == "constexpr"
 
     def _shorten(self, index: int) -> None:
         """Leaves out the parts of an undecided ``a && b && c`` that are true, so that what it depends on is left."""
@@ -116,11 +118,21 @@ class _Folder:
 
     def _fold(self, branch: _Branch, value: bool) -> None:
         code = self.code
+        if not value and branch.other is not None and self._is_constexpr(code.skip_comments(branch.other)):
+            # One chain: what is chosen in its rest stands for all of it.
+            rest = self._branch(code.skip_comments(branch.other))
+            decided = evaluate(rest.condition, self.known)
+            if decided is not None:
+                self._fold(replace(rest, start=branch.start), bool(decided))
+                return
         before = branch.start - 1
         while before >= 0 and code.kinds[before] == "comment":
             before -= 1
         # The else of an outer `if constexpr` that is folded itself is cut already.
         is_cut = before >= 0 and any(start <= code.starts[before] < end for start, end in self.cuts)
+        if not is_cut and code.word(before) == "else":
+            self._fold_else(branch, value, before)
+            return
         if not is_cut and code.word(before) not in (";", "{", "}"):
             raise code.error(code.starts[branch.start], "if constexpr that is the body of another statement")
         if value:
@@ -145,6 +157,17 @@ class _Folder:
             self._dedent(*kept)
         self._walk(first, end)
 
+    def _fold_else(self, branch: _Branch, value: bool, before: int) -> None:
+        """What follows an ``else`` that stays: the statement that is taken, braces and all, or no ``else`` either."""
+        code, end = self.code, branch.then_end if value else branch.end
+        first = branch.then if value else branch.other
+        if first is None:
+            self.cuts.append((code.ends[before - 1], code.ends[branch.end - 1]))
+            return
+        first = code.skip_comments(first)
+        self.cuts += [(code.starts[branch.start], code.starts[first]), (code.ends[end - 1], code.ends[branch.end - 1])]
+        self._walk(first, end)
+
     def _cut_lines(self, branch: _Branch) -> None:
         """Leaves out the lines of a statement, with the comment directly above it."""
         text = self.code.text
@@ -157,6 +180,9 @@ class _Folder:
                 break
             start = above
         newline = text.find("\n", self.code.ends[branch.end - 1])
+        after = self.code.skip_comments(branch.end)
+        if after < len(self.code) and (newline < 0 or self.code.starts[after] < newline):
+            raise self.code.error(self.code.starts[after], "a line that goes on after an if constexpr that is left out")
         self.cuts.append((start, len(text) if newline < 0 else newline + 1))
 
     def _dedent(self, start: int, end: int) -> None:

@@ -13,6 +13,7 @@ branch uses goes as well. Comments go with what they explain:
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -21,7 +22,7 @@ from .fold import constexpr_conditions, fold
 from .lexer import Code, TemplateError
 
 _ATTRIBUTES = ("alignas", "__align__", "__attribute__", "__launch_bounds__")
-_TYPES = ("struct", "class", "union", "enum")
+_TYPES = ("struct", "class", "union")
 _BUILT_IN = ("float", "int", "bool", "char", "double")
 
 
@@ -127,7 +128,7 @@ def _item(code: Code, spaced: bool, is_heading: bool) -> Item:
     if code.word(first) == "static_assert":
         kind = "assertion"
     elif code.word(first) == "using":
-        names = (code.word(first + 1),)
+        names = (code.word(first + 1),) if code.word(first + 2) == "=" else ()
     elif code.word(first) in _TYPES:
         names, special = _type_name(code, first + 1)
     else:
@@ -193,7 +194,7 @@ def _references(
     code: Code, own: Iterable[str], parameters: frozenset[str] = frozenset()
 ) -> frozenset[tuple[str, str | None]]:
     """What an item mentions: (name, argument); the argument where one name is given, and no template parameter."""
-    found = set()
+    found: set[tuple[str, str | None]] = set()
     for index, name in enumerate(code.words):
         if code.kinds[index] != "name" or name in own or code.word(index - 1) in (".", "->"):
             continue
@@ -201,6 +202,10 @@ def _references(
         if code.word(index + 1) == "<" and code.word(index + 3) == ">" and code.word(index + 2) not in parameters:
             argument = code.word(index + 2)
         found.add((name, argument))
+    for index, kind in enumerate(code.kinds):
+        if kind == "directive":
+            # `#pragma unroll kSteps` names a constant.
+            found |= {(name, None) for name in re.findall(r"[A-Za-z_]\w*", code.source(index)) if name not in own}
     return frozenset(found)
 
 

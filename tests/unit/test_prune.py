@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 import re
 import time
 
@@ -47,7 +48,14 @@ def pruned(text: str, use: str = "f();") -> str:
         ("kOff ? x : 5", 5),
         ("sizeof(int) == 4", None),
         ("f<3>(kN) == 4", None),
-        ("0x10u + 1", 17),
+        ("0x10 + 1", 17),
+        ("0u - 1 > 0", None),
+        ("010", None),
+        ("1'000", None),
+        ("2147483647 + kN > 0", None),
+        ("3 - -3", 6),
+        ("-2 > -kN", True),
+        ("kN < 4", None),  # could be a template's argument list
         ("2.5f", None),
         ("1 +", None),
         ("1 2", None),
@@ -79,6 +87,17 @@ FOLDED = [
     ("if constexpr (kA && !kUnknown) f();", "if constexpr (!kUnknown) f();"),
     ("if constexpr (kA && x == 1 && kA && y(2, 3)) f();", "if constexpr (x == 1 && y(2, 3)) f();"),
     ('s("if constexpr (kA) {");  // if constexpr (kA) {', 's("if constexpr (kA) {");  // if constexpr (kA) {'),
+    ("if constexpr (!kA) {\n  one();\n} else if constexpr (kB == 3) {\n  two();\n}\nthree();", "three();"),
+    (
+        "if constexpr (x) {\n  one();\n} else if constexpr (kA) {\n  two();\n} else {\n  three();\n}",
+        "if constexpr (x) {\n  one();\n} else {\n  two();\n}",
+    ),
+    (
+        "if constexpr (x) {\n  one();\n} else if constexpr (!kA) {\n  two();\n} else {\n  three();\n}",
+        "if constexpr (x) {\n  one();\n} else {\n  three();\n}",
+    ),
+    ("if constexpr (x) {\n  one();\n} else if constexpr (!kA) {\n  two();\n}", "if constexpr (x) {\n  one();\n}"),
+    ("if (x) one();\nelse\n  if constexpr (kA) two();", "if (x) one();\nelse\n  two();"),
     ("if constexpr (kA) {\n} else {\n  one();\n}\ntwo();", "two();"),
     ("if constexpr (kA) {\n  auto f = [&](int i) {\n    return i;\n  };\n}", "auto f = [&](int i) {\n  return i;\n};"),
 ]  # fmt: skip
@@ -94,9 +113,91 @@ def test_fold(text, result):
 
 
 def test_fold_refuses_what_it_cannot_replace():
-    for text in ("for (;;)\n  if constexpr (kA) f();", "if (x) f();\nelse\n  if constexpr (kA) g();"):
-        with pytest.raises(TemplateError, match="body of another statement"):
+    for text, words in (
+        ("for (;;)\n  if constexpr (kA) f();", "body of another statement"),
+        ("if constexpr (!kA) { f(); } g();", "a line that goes on"),
+    ):
+        with pytest.raises(TemplateError, match=words):
             fold(Code(f"void f() {{\n{text}\n}}"), {"kA": True})
+
+
+class Program:
+    """Random nested branches, as text and as what they call."""
+
+    def __init__(self, seed: int) -> None:
+        self.random, self.calls = random.Random(seed), 0
+        self.text = "void f() {\n" + self.statements(1, 3) + "}\n"
+
+    def condition(self, depth: int = 2) -> str:
+        pick = self.random.randrange(7 if depth else 3)
+        if pick < 3:
+            return self.random.choice(
+                ("kA", "!kB", "kN == 2", "3 > kN", "-1 < kN - 2", "x", "!y", "true", "kN % 2 == 1")
+            )
+        operator = self.random.choice(("&&", "||"))
+        inner = f"{self.condition(depth - 1)} {operator} {self.condition(depth - 1)}"
+        return f"({inner})" if pick < 6 else f"!({inner})"
+
+    def statements(self, level: int, depth: int) -> str:
+        return "".join(self.statement(level, depth) for _ in range(self.random.randint(1, 3)))
+
+    def call(self, level: int) -> str:
+        self.calls += 1
+        return f"{'  ' * level}c{self.calls}();\n"
+
+    def statement(self, level: int, depth: int) -> str:
+        pad = "  " * level
+        if depth == 0 or self.random.random() < 0.3:
+            return self.call(level)
+        if self.random.random() < 0.2:
+            text = f"{pad}if constexpr ({self.condition()})\n{self.call(level + 1)}"
+            return text + (f"{pad}else\n{self.call(level + 1)}" if self.random.random() < 0.5 else "")
+        text = f"{pad}if constexpr ({self.condition()}) {{\n{self.statements(level + 1, depth - 1)}{pad}}}"
+        for _ in range(self.random.randrange(3)):
+            text += f" else if constexpr ({self.condition()}) {{\n{self.statements(level + 1, depth - 1)}{pad}}}"
+        if self.random.random() < 0.5:
+            text += f" else {{\n{self.statements(level + 1, depth - 1)}{pad}}}"
+        return text + "\n"
+
+
+def called(text: str, values: dict[str, int | bool]) -> list[str]:
+    """What a program calls, every name having a value."""
+    code = Code(text)
+    words = code.words
+
+    def statement(at: int, runs: bool) -> int:
+        if words[at] == "{":
+            at += 1
+            while words[at] != "}":
+                at = statement(at, runs)
+            return at + 1
+        if words[at] != "if":
+            if runs:
+                calls.append(words[at])
+            return at + 4
+        end = code.partner[at + 2]
+        value = evaluate(words[at + 3 : end], values)
+        assert value is not None
+        at = statement(end + 1, runs and bool(value))
+        return statement(at + 1, runs and not value) if words[at] == "else" else at
+
+    calls: list[str] = []
+    statement(words.index("{"), True)
+    return calls
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_folding_keeps_the_meaning(seed):
+    text = Program(seed).text
+    known = {"kA": bool(seed & 1), "kB": bool(seed & 2), "kN": seed % 5}
+    folded = fold(Code(text), known)
+    assert fold(Code(folded), known) == folded
+    for x, y in itertools.product((False, True), repeat=2):
+        assert called(folded, known | {"x": x, "y": y}) == called(text, known | {"x": x, "y": y})
+    decided = [
+        part for part in re.findall(r"if constexpr \((.*)\)", folded) if evaluate(Code(part).words, known) is not None
+    ]
+    assert not decided
 
 
 def test_functions_constants_and_types_go_when_nothing_names_them():
@@ -123,6 +224,11 @@ FUNC int f() { return helper(Used{1}); }
     assert pruned(text) == re.sub(
         r"(#define GONE 1\n|using gone.*\n|struct Gone(.|\n)*?};\n|.*kGone.*\n|.*_gone\(\).*\n)", "", text
     )
+
+
+def test_a_constant_that_only_a_pragma_names_stays():
+    text = "constexpr int kSteps = 4;\n\nvoid f() {\n#pragma unroll kSteps\n  for (;;) g();\n}\n"
+    assert pruned(text) == text
 
 
 def test_comments_go_with_what_they_explain():
@@ -228,6 +334,8 @@ int f() {
         ('const char* a = "x;\n', "stray '\"'"),
         ("int a = 1", "without an end"),
         ("struct { int a; };", "name is not found"),
+        ("enum class E { kOne };", "name is not found"),
+        ("using namespace x;", "name is not found"),
         ("template <class T;", "never closed"),
     ],
 )
