@@ -159,11 +159,11 @@ def _cache() -> Iterator[Check]:
             raise OSError("no folder can be made")
         with tempfile.TemporaryFile(dir=root):
             pass
+        number, size = totals(root)
     except (Fa2genError, OSError) as error:
         fix = "every run compiles anew; set FA2GEN_CACHE_DIR to a folder of your own"
         yield Check("cache", "missing", f"cannot be written: {error}", fix)
         return
-    number, size = totals(root)
     left = len(leftovers(root))
     text = f"{root}: {count_text(number, 'entry', 'entries')}, {size_text(size)}"
     if left:

@@ -54,6 +54,9 @@ def entries(root: Path, *, check: bool = False) -> list[CacheEntry]:
         root: Folder of all caches.
         check: Read every file and compare it with its checksum, and cubins' sources with their keys. Otherwise only
             ``build.json`` is read.
+
+    Raises:
+        OSError: A folder cannot be listed, or an entry not be read for a reason that is none of its own.
     """
     found = (_look(path, section, check) for section in SECTIONS for path in _folders(root, section))
     return [entry for entry in found if entry is not None]
@@ -67,7 +70,8 @@ def totals(root: Path) -> tuple[int, int]:
 
 def _folders(root: Path, section: str) -> Iterator[Path]:
     def below(folder: Path, depth: int) -> Iterator[Path]:
-        with contextlib.suppress(OSError):
+        # Gone by now, or not one of ours; any other error is the caller's: a folder that cannot be listed is not empty.
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             for name in sorted(os.listdir(folder)):
                 yield from below(folder / name, depth - 1) if depth > 1 else (folder / name,)
 

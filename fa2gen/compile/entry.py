@@ -100,6 +100,7 @@ def read_entry(folder: Path, key: str, wanted: Sequence[str] | None) -> Entry | 
 
     Raises:
         DamageError: It may not be used.
+        OSError: It cannot be read now, for a reason that is none of its own: too many open files, no memory.
     """
     lease = _hold(folder)
     if lease is None:
@@ -122,11 +123,12 @@ def read_entry(folder: Path, key: str, wanted: Sequence[str] | None) -> Entry | 
     except BaseException as error:
         gone = not same_file(lease.handle, folder)
         lease.close()
-        if isinstance(error, (DamageError, OSError, KeyError, TypeError, AttributeError)):
-            if gone:
-                return None  # removed while it was read, by one who could not lock
-            if not isinstance(error, DamageError):
-                raise DamageError(f"{MANIFEST} or a file it names is wrong: {_words(error)}") from None
+        if isinstance(error, (DamageError, OSError)) and gone:
+            return None  # removed while it was read, by one who could not lock
+        if isinstance(error, OSError):
+            raise _judged(error, "it") from None
+        if isinstance(error, (KeyError, TypeError, AttributeError)):
+            raise DamageError(f"{MANIFEST} is wrong: {type(error).__name__} {error}") from None
         raise
     if wanted is not None and abs(time.time() - status.st_mtime) > USE_SECONDS:
         _note_use(lease.handle)
@@ -137,7 +139,7 @@ def read_manifest(folder: Path, key: str) -> dict[str, Any] | None:
     """The fields of ``build.json``, checked; the files that it lists are not, and no use is noted. None: no entry.
 
     Raises:
-        DamageError: The entry may not be used.
+        DamageError, OSError: As :func:`read_entry`.
     """
     lease = _hold(folder)
     if lease is None:
@@ -150,14 +152,16 @@ def _hold(folder: Path) -> Lease | None:
     try:
         return hold(folder)
     except OSError as error:
-        raise DamageError("it is not a folder" if error.errno in _WRONG_TYPE else _words(error)) from None
+        raise DamageError("it is not a folder") if error.errno in _WRONG_TYPE else _judged(error, "it") from None
 
 
 _WRONG_TYPE = (errno.ENOTDIR, errno.ELOOP)
+_SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
-def _words(error: BaseException) -> str:
-    return (error.strerror or str(error)) if isinstance(error, OSError) else f"{type(error).__name__} {error}"
+def _judged(error: OSError, what: str) -> Exception:
+    """The error to raise for a read that failed: a shortage of this process says nothing about the entry."""
+    return error if error.errno in _SHORTAGES else DamageError(f"{what} cannot be read: {error.strerror or error}")
 
 
 def _read_manifest(folder: int, key: str) -> dict[str, Any]:
@@ -192,7 +196,7 @@ def _read_file(folder: int, name: str, size: int | None, *, executable: bool = F
     except FileNotFoundError:
         raise DamageError(f"{name} is missing") from None
     except OSError as error:
-        raise DamageError(f"{name} is a link" if error.errno == errno.ELOOP else f"{name}: {_words(error)}") from None
+        raise DamageError(f"{name} is a link") if error.errno == errno.ELOOP else _judged(error, name) from None
     try:
         status = os.fstat(handle)
         if not stat.S_ISREG(status.st_mode):
@@ -207,6 +211,8 @@ def _read_file(folder: int, name: str, size: int | None, *, executable: bool = F
             raise DamageError(f"{name} holds {status.st_size} bytes" + (f", not {size}" if size is not None else ""))
         with open(handle, "rb", closefd=False) as file:
             return file.read()
+    except OSError as error:
+        raise _judged(error, name) from None
     finally:
         os.close(handle)
 

@@ -63,7 +63,8 @@ def _unusable_reason(root: Path) -> str | None:
     """Why the folder cannot be trusted; it is made first. None also where it cannot be made, after a warning."""
     try:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return unsafe_reason(root.stat())
+        # Root's own, after a `sudo` that kept $HOME, is as good as a stranger's.
+        return unsafe_reason(root.stat()) or (None if os.access(root, os.R_OK | os.X_OK) else "you cannot read")
     except OSError as error:
         warn_once(
             f"{root} made",

@@ -55,10 +55,10 @@ class EntryStore:
         self._lock_seconds = lock_seconds
 
     def read(self, name: str, wanted: Sequence[str]) -> Entry | None:
-        """The entry called ``name`` (its path in the section, which ends in its key), or None: none, or damaged."""
+        """The entry called ``name`` (its path in the section, which ends in its key); None: none that can be used."""
         try:
             return read_entry(self.folder / name, os.path.basename(name), wanted)
-        except DamageError:
+        except (DamageError, OSError):
             return None
 
     def read_or_build(self, name: str, wanted: Sequence[str], build: Callable[[], Contents]) -> tuple[Entry, bool]:
@@ -86,6 +86,8 @@ class EntryStore:
                     return found, True
             except DamageError as damage:
                 self._discard(path, damage)
+            except OSError:
+                pass  # it may be whole: what is built now replaces it for this process only
             contents = build()
             stored = self._store(path, key, contents, wanted)
         return stored or Entry(contents.files, contents.facts), False

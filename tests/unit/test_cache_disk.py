@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import resource
@@ -13,8 +14,8 @@ from typing import Any
 
 import pytest
 
+from fa2gen.compile import admin, location
 from fa2gen.compile import entry as entry_module
-from fa2gen.compile import location
 from fa2gen.compile.cache import CubinCache
 from fa2gen.compile.location import cache_root
 from fa2gen.errors import CacheError
@@ -168,6 +169,49 @@ def test_folder_without_write_permission(tmp_path: Path, monkeypatch: pytest.Mon
         assert cache.get_or_build(key_of("stored"), "stored", fail) == (build_of("stored"), True)
 
 
+def _with_open_files(function: Callable[[], object], spare: int) -> None:
+    """Calls ``function`` while this process may open so many files more."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken = [os.open(os.devnull, os.O_RDONLY)]
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (taken[0] + 8, before[1]))
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.open(os.devnull, os.O_RDONLY))
+        for _ in range(spare):
+            os.close(taken.pop())
+        function()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        for handle in taken:
+            os.close(handle)
+
+
+@pytest.mark.parametrize("spare", range(5))
+def test_too_many_open_files_are_no_damage(tmp_path: Path, spare: int) -> None:
+    folder = store_one(tmp_path)
+
+    def use() -> None:
+        assert CubinCache(tmp_path).get_or_build(key_of("a"), "a", lambda: build_of("a"))[0] == build_of("a")
+        with contextlib.suppress(OSError):  # which the command prints
+            assert admin.verify(tmp_path, delete=True).checked == 1
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _with_open_files(use, spare)
+    assert not [warning for warning in caught if "damaged" in str(warning.message)]
+    assert CubinCache(tmp_path).get(key_of("a")) == build_of("a")
+    assert folder.is_dir()
+
+
+def test_a_folder_that_cannot_be_listed_is_not_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store_one(tmp_path)
+    monkeypatch.setattr(os, "listdir", _failing(os.listdir, errno.EACCES, 0))
+    for call in (admin.entries, admin.totals, admin.verify, admin.collect):
+        with pytest.raises(PermissionError, match="kernels"):
+            call(tmp_path)
+
+
 def test_without_a_folder_builds_are_kept_in_memory() -> None:
     cache = CubinCache(None)
     assert cache.get_or_build(key_of("a"), "a", lambda: build_of("a"))[1] is False
@@ -251,6 +295,19 @@ def test_folder_that_others_may_write_to_is_refused(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(location, "_warned", set())
     with pytest.warns(RuntimeWarning, match="kept in memory only"):
         assert cache_root() is None
+
+
+def test_folder_of_root_that_the_user_cannot_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``sudo`` with the user's $HOME makes it so: the user gets one beside it."""
+    monkeypatch.delenv("FA2GEN_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "fa2gen").mkdir(mode=0o700)
+    monkeypatch.setattr(os, "access", lambda path, _: Path(path) != tmp_path / "fa2gen")
+    with pytest.warns(RuntimeWarning, match="you cannot read: .* is used instead"):
+        assert cache_root() == tmp_path / f"fa2gen-{os.geteuid()}"
+    monkeypatch.setenv("FA2GEN_CACHE_DIR", str(tmp_path / "fa2gen"))
+    with pytest.raises(CacheError, match="which you cannot read; use a folder of your own"):
+        cache_root()
 
 
 def test_folder_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
