@@ -78,7 +78,7 @@ class _Group(click.Group):
             sys.stdout.reconfigure(errors="backslashreplace")
         try:
             with warnings.catch_warnings(), _signals_interrupt(ended_by):
-                warnings.showwarning = _show_warning
+                warnings.showwarning = _OnceEach()
                 result = super().main(args, prog_name, complete_var, standalone_mode=False, **extra)
         except click.UsageError as error:
             command = error.ctx.command_path if error.ctx else "fa2gen"
@@ -120,8 +120,17 @@ def _signals_interrupt(ended_by: list[int]) -> Iterator[None]:
             signal.signal(number, signal.SIG_DFL)
 
 
-def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
-    click.echo(f"warning: {' '.join(str(message).split())}", err=True)
+class _OnceEach:
+    """Shows warnings as one line each, and the same words once a command: a thousand kernels may have one cause."""
+
+    def __init__(self) -> None:
+        self._shown: set[str] = set()
+
+    def __call__(self, message: Warning | str, *_: object, **__: object) -> None:
+        text = " ".join(str(message).split())
+        if text not in self._shown:
+            self._shown.add(text)
+            click.echo(f"warning: {text}", err=True)
 
 
 def _fail(message: str, code: int) -> None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ..compile.admin import CacheEntry
 
 
-@click.group("cache")
+@click.group("cache", no_args_is_help=False)
 def command() -> None:
     """List, check and clean the kernel cache.
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ..tuning.regate import EntryStatus, RegateResult
 
 
-@click.group("table")
+@click.group("table", no_args_is_help=False)
 def command() -> None:
     """Show, check and gate tuned tables, and take in those of other machines.
 
@@ -45,8 +45,9 @@ def show(
 ) -> None:
     """Show tuned entries: time, rate, how it is known, and whether the templates have changed since.
 
-    The spread is that of the middle 60 % of the launches, relative to the median. A stale entry is passed over; one
-    that passed the gate again is used.
+    A bucket is a size class: q12_k12_w3 is up to 2^12 queries and keys a sequence, and at least 2^3 (w4: or more)
+    query tiles of 128 rows for each SM. The spread is that of the middle 60 % of the launches, relative to the median.
+    A stale entry is passed over; one that passed the gate again is used.
 
     \b
     Examples:

@@ -136,6 +136,18 @@ def test_names_that_the_terminal_cannot_show(encoding: str, tmp_path: Path) -> N
     assert (out / "manifest.json").is_file()
 
 
+@pytest.mark.parametrize("group", ["", "list", "table", "cache"])
+def test_a_group_by_itself(group: str) -> None:
+    assert_error(run(*group.split()), 2, f"Missing command (see {f'fa2gen {group}'.rstrip()} --help)")
+
+
+def test_a_warning_is_said_once() -> None:
+    done = _process("verify", "--headdim", "64", "--dtype", "bf16", "--seqlen-q", "3", "--seqlen-k", "0",
+                    "--backend", "emulator", FA2GEN_CACHE_DIR="/proc/none")  # fmt: skip
+    assert done.returncode == 0
+    assert done.stderr.count("warning: the cache folder /proc/none cannot be made") == 1
+
+
 def test_system_errors_name_the_file(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     assert_error(run(*EMIT, "-o", str(tmp_path / "file" / "out")), 1, f"{tmp_path}/file/out: Not a directory")
