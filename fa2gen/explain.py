@@ -242,7 +242,7 @@ def _select(spec: KernelSpec, problem: Problem, gpu: Gpu, config: FwdConfig | st
     if config == "tuned":
         chosen, origin, why = match.config, "tuned", _why(match, spec, gpu, bucket.label())
     elif config == "default":
-        chosen, origin, why = default_config(spec), "default", "asked for: legal for every kernel on every GPU"
+        chosen, origin, why = default_config(spec), "default", "asked for; legal for every kernel on every GPU"
     else:
         chosen = config if isinstance(config, FwdConfig) else FwdConfig.from_slug(config)
         origin, why = "given", "asked for"
@@ -269,7 +269,7 @@ def _why(match: Match, spec: KernelSpec, gpu: Gpu, bucket: str) -> str:
         "other gpu": f"no table of {gpu.name} has this kernel; {match.gpu} runs the same target {gpu.target}",
     }
     stale = f" ({match.staleness})" if match.stale else ""
-    return f"{reasons[match.source]}: {entry.measurement.kind}{stale}"
+    return f"{reasons[match.source]}; the entry is {entry.measurement.kind}{stale}"
 
 
 def _memory(spec: KernelSpec, config: FwdConfig, problem: Problem, gpu: Gpu) -> Memory:

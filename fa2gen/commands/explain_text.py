@@ -12,6 +12,7 @@ from .units import count_text
 
 WIDTH = 100
 _LABEL = 22
+_PREFIXES = ("", "k", "M", "G", "T", "P", "E", "Z", "Y")
 
 
 def explanation_text(e: Explanation, *, list_excluded: bool = False) -> str:
@@ -90,7 +91,7 @@ def _roofline(e: Explanation) -> Iterator[str]:
     peak = f"{roof.peak_tflops:.1f} TFLOP/s of mma.sync with float32 sums"
     yield from _row("ridge point", f"{roof.ridge_point:.1f} FLOP/byte: {peak} over {roof.hbm_gbs:,.0f} GB/s")
     side = intensity / roof.ridge_point
-    where = f"{_number(side)} times the ridge point" if side >= 1 else f"{side:.2f} of the ridge point"
+    where = f"{_number(side)} times the ridge point" if side >= 1 else f"{side:.2g} of the ridge point"
     most = f"at most {roof.attainable_tflops(intensity):,.1f} TFLOP/s"
     yield from _row("this kernel", f"{_number(intensity)} FLOP/byte, {where}: {roof.bound(intensity)} bound, {most}")
 
@@ -129,7 +130,7 @@ def _registers(e: Explanation) -> Iterator[str]:
         spills = f"{r.spill_store_bytes} bytes of spill stores, {r.spill_load_bytes} of spill loads"
         yield from _row("by ptxas", f"{r.registers}; {spills}, {r.stack_bytes} of stack")
     bounds = f"launch bounds of {config.num_threads} threads x {config.min_blocks}"
-    least = f"at least {registers.least} for accumulators and fragments"
+    least = f"about {registers.least} for accumulators and fragments"
     yield from _row("needed and granted", f"{least}; {bounds} leave {registers.cap}")
 
 
@@ -140,7 +141,7 @@ def _occupancy(e: Explanation) -> Iterator[str]:
     blocks = f"{count_text(o.blocks_per_sm, 'block')} of {warps_each} an SM"
     warps = f"{o.warps_per_sm} of {most} warps ({o.warps_per_sm / most:.0%})"
     yield from _row("resident", f"{blocks}: {warps}, limited by {' and '.join(o.limiters)}")
-    yield from _row("blocks each allows", ", ".join(f"{name} {count}" for name, count in o.blocks_by_limit.items()))
+    yield from _row("blocks allowed by", ", ".join(f"{name} {count}" for name, count in o.blocks_by_limit.items()))
 
 
 def _grid(e: Explanation) -> Iterator[str]:
@@ -163,7 +164,8 @@ def _time(e: Explanation) -> Iterator[str]:
     if prediction.blocks_per_sm == 0:
         yield from _row("predicted", "none: no block fits an SM")
     else:
-        peak = f"{e.tflops / e.roofline.peak_tflops:.0%} of the peak"
+        share = e.tflops / e.roofline.peak_tflops
+        peak = f"{share:.0%} of the peak" if share >= 0.1 else f"{100 * share:.2g}% of the peak"
         yield from _row("predicted", f"{_ms(prediction.ms)}, {e.tflops:.1f} TFLOP/s, {peak}; limit: {prediction.limit}")
         # What no resource accounts for: launch, latencies, barriers, lost overlap and the tail.
         rest = prediction.ms - max(prediction.shares.values(), default=0.0)
@@ -204,11 +206,11 @@ def _space(e: Explanation, list_excluded: bool) -> Iterator[str]:
 
 
 def _flops(count: int) -> str:
-    return _scaled(count, ("", "K", "M", "G", "T", "P", "E", "Z", "Y"), "FLOP")
+    return _scaled(count, _PREFIXES, "FLOP")
 
 
 def _bytes(count: int) -> str:
-    return _scaled(count, ("", "k", "M", "G", "T", "P", "E", "Z", "Y"), "B")
+    return _scaled(count, _PREFIXES, "B")
 
 
 def _scaled(count: int, prefixes: tuple[str, ...], unit: str) -> str:
@@ -221,12 +223,16 @@ def _scaled(count: int, prefixes: tuple[str, ...], unit: str) -> str:
 
 
 def _kib(count: int) -> str:
+    if count < 1024:
+        return f"{count} B"
     if count >= 1000 * 2**20:
         return f"{count / 2**30:,.4g} GiB"
     return f"{count / 2**20:.4g} MiB" if count >= 2**20 else f"{count / 1024:.4g} KiB"
 
 
 def _ms(ms: float) -> str:
+    if ms < 1e-5:
+        return f"{1e6 * ms:.2g} ns"
     if ms < 0.1:
         return f"{1e3 * ms:.2f} us"
     return f"{ms:.3f} ms" if ms < 1e4 else f"{_number(ms / 1e3)} s"

@@ -109,6 +109,29 @@ def test_config_forms_of_explain_and_emit() -> None:
     assert json.loads(run(*EXPLAIN, "--config", "default").stdout)["config"]["slug"] == default
 
 
+def test_sizes_of_every_magnitude_read_well() -> None:
+    def explain(length: int, *options: str) -> str:
+        sizes = ("--seqlen-q", str(length), "--batch", "1", "--heads", "1", "--config", "default")
+        return run(*EXPLAIN[:-1], "--causal", *sizes, *options).stdout
+
+    tiny, huge = explain(1), explain(2_147_481_600)
+    # K and V: 2 * 64 * 2 bytes. 516 bytes in all, 0.25 ns of 2,039 GB/s; 256 / 516 FLOP/byte under a ridge of 153.
+    for text in (
+        "1 query head over 1,",
+        "256 FLOP:",
+        "K and V of a head are 256 B;",
+        "516 B",
+        "0.25 ns",
+        "0.0032 of the",
+    ):
+        assert text in tiny, text
+    assert "0.00 us   " not in tiny
+    # 4 * 64 * 2147481600 * 2147481601 / 2 FLOPs. K and V: 512 GiB. 33,554,400 tiles of 64 rows.
+    for text in ("590 EFLOP:", "K and V of a head are 512 GiB,", "33,554,400 = 1 x 1 head x 33,554,400 query tiles"):
+        assert text in huge, text
+    assert "ZFLOP" in explain(2_147_481_600, "--heads", "2")
+
+
 def test_a_dry_run_without_trials_tells_of_none() -> None:
     arguments = ("tune", "--headdim", "64", "--gpu", "a100", "--seqlen-q", "512", "--dry-run", "--json", "--trials")
     assert all(not row["model_favourites"] for row in json.loads(run(*arguments, "0").stdout)["requests"])

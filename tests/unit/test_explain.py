@@ -137,7 +137,7 @@ def test_exact_entry_with_its_measured_time() -> None:
     save_entries(A10, [entry()])
     e = explained(gpu=A10)
     assert e.selection.config == PLAIN
-    assert "this kernel and size class q12_k12_w4: measured" in e.selection.why
+    assert "this kernel and size class q12_k12_w4; the entry is measured" in e.selection.why
     (time,) = e.measured
     assert (time.entry.measurement.ms, time.stale) == (5.0, False)
     assert time.predicted_ms == e.prediction.ms
@@ -164,7 +164,7 @@ def test_predicted_entries_are_no_measurement() -> None:
     save_entries(A10, [entry(kind="predicted")])
     e = explained(gpu=A10)
     assert (e.selection.config, e.measured) == (PLAIN, ())
-    assert e.selection.why.endswith(": predicted")
+    assert e.selection.why.endswith("; the entry is predicted")
 
 
 def test_stale_entries_are_passed_over_and_shown() -> None:
