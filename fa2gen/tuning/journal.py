@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import os
 import warnings
 from pathlib import Path
 from typing import IO, Any
 
+from optuna.distributions import CategoricalDistribution
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
+from optuna.trial import FrozenTrial
 
 from fa2gen.tables.locks import is_same_file
 from fa2gen.tables.store import free_name
+
+from .space import GRID
 
 _CHUNK = 65536
 
@@ -48,15 +53,18 @@ class _JournalLock:
             file.close()
 
     def release(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        # First forgotten, then let go: whoever waits in another thread puts its own file in the place.
+        file, self._file = self._file, None
+        if file is not None:
+            # Closing would not do where a child that was forked meanwhile has a copy of it.
+            fcntl.flock(file, fcntl.LOCK_UN)
+            file.close()
 
 
-def _torn_line(file: IO[bytes]) -> bytes:
-    """What follows the last newline."""
+def _torn_line(file: IO[bytes], before: int | None = None) -> bytes:
+    """What follows the last newline in the file, or in so many bytes of it."""
     rest = b""
-    end = file.seek(0, os.SEEK_END)
+    end = file.seek(0, os.SEEK_END) if before is None else before
     while end:
         start = max(0, end - _CHUNK)
         file.seek(start)
@@ -105,19 +113,34 @@ def open_journal(path: Path) -> JournalStorage:
 def _cut_or_refuse(file: IO[bytes]) -> str | None:
     """Cuts a torn last line off; why the rest cannot be one of ours, or None."""
     rest = _torn_line(file)
+    whole = file.seek(0, os.SEEK_END) - len(rest)
     # A file system that had extended the file before its power went shows zeros.
     if rest.strip(b"\0") and not rest.startswith(b"{"):
         return "its end is no line of a journal"
     if rest:
-        file.truncate(file.seek(0, os.SEEK_END) - len(rest))
+        file.truncate(whole)
+    # Optuna forgives a last line that it cannot read, in its first reading of a file and not in the second.
+    try:
+        json.loads(_torn_line(file, before=whole - 1) if whole else b"{}")
+    except (ValueError, RecursionError) as error:
+        return f"its last line: {error}"
     return None
 
 
 def _replayed(path: Path, lock: Any) -> JournalStorage:
     storage = JournalStorage(JournalFileBackend(str(path), lock_obj=lock))
     for study in storage.get_all_studies():
-        storage.get_all_trials(study._study_id, deepcopy=False)
+        for trial in storage.get_all_trials(study._study_id, deepcopy=False):
+            _require_ours(trial)
     return storage
+
+
+def _require_ours(trial: FrozenTrial) -> None:
+    """Raises ValueError where a replayed trial is none that a study of this grid holds."""
+    for name, distribution in trial.distributions.items():
+        if distribution != CategoricalDistribution(GRID.get(name, ())):
+            raise ValueError(f"trial {trial.number} has other values for {name}")
+    trial._validate()
 
 
 def put_aside(path: Path, why: str) -> Path:

@@ -203,8 +203,12 @@ def test_a_torn_last_line_is_cut_off(tmp_path):
         lambda text: text + b'{"op_code": 77}\n',
         lambda text: text + b'{"op_code": 4}\n',
         lambda text: text.replace(b'"op_code":0', b'"op_code":"0"', 1),
+        lambda text: text[:-20] + b"\n",
+        lambda text: text.replace(b"datetime_complete", b"datetime_complexe"),
+        lambda text: text.replace(b"[64, 128, 192, 256]", b"[64, 128, 193, 256]"),
     ],
-    ids=["line in the middle", "end", "binary", "empty line", "list", "unknown operation", "no fields", "type"],
+    ids=["line in the middle", "end", "binary", "empty line", "list", "unknown operation", "no fields", "type"]
+    + ["last line", "no end of a trial", "another grid"],
 )
 def test_a_damaged_journal_costs_that_study_only(tmp_path, damage):
     with open_study(tmp_path) as study:
