@@ -148,7 +148,8 @@ def import_command(files: tuple[Path, ...], out: Path | None, as_json: bool) -> 
     for file, table in zip(files, tables, strict=True):
         path = save_table(table, root=out, template_hash=template_hash)
         merged = load_table(path)
-        kept = sum(entry in merged.entries for entry in table.entries) if merged else 0
+        there = {entry.key: entry for entry in merged.entries} if merged else {}
+        kept = sum(there.get(entry.key) == entry for entry in table.entries)
         rows.append({"file": str(file), "path": str(path), "entries": len(table.entries), "kept": kept})
     if as_json:
         click.echo(json.dumps(rows, indent=2))
@@ -163,7 +164,7 @@ def import_command(files: tuple[Path, ...], out: Path | None, as_json: bool) -> 
 
 def _foreign_table(path: Path) -> Any:
     from ..constraints import infeasible_reason
-    from ..hardware import arch_limits, supported_compute_capabilities
+    from ..hardware import arch_limits, list_gpus, supported_compute_capabilities
     from ..tables import parse_table
 
     try:
@@ -176,6 +177,9 @@ def _foreign_table(path: Path) -> Any:
     archs = {arch_limits(capability).target: arch_limits(capability) for capability in supported_compute_capabilities()}
     if table.target not in archs:
         raise TableError(f"{path} is for target {table.target!r}; known are {', '.join(archs)}")
+    for gpu in list_gpus():
+        if gpu.name == table.gpu and gpu.target != table.target:
+            raise TableError(f"{path} is for target {table.target!r}, and {gpu.name} is {gpu.target}")
     for entry in table.entries:
         reason = infeasible_reason(entry.spec, entry.config, archs[table.target])
         if reason is not None:

@@ -227,6 +227,9 @@ def test_import(folders: tuple[Path, Path], tmp_path: Path) -> None:
         (lambda text: text.replace('"schema": 2', '"schema": 99'), "install a newer fa2gen"),
         (lambda text: text.replace('"gpu": "a100"', '"gpu": "../../etc"'), "no name of a GPU"),
         (lambda text: text.replace('"target": "sm_80"', '"target": "sm_42"'), "known are sm_80"),
+        (lambda text: text.replace('"target": "sm_80"', '"target": "sm_90"'), "a100 is sm_80"),
+        (lambda _: '{"schema": 2, "gpu": "a100", "target": "sm_80", "kind": "../../x", "entries": []}', "for kind"),
+        (lambda text: text.replace('"gpu": "a100"', '"gpu": ["a100"]'), "gpu must be text"),
         (lambda text: text.replace('"block_m": 128', '"block_m": 4096'), "cannot run fwd_d128_bf16_full_gqa1 on a100"),
     ],
 )
