@@ -188,6 +188,8 @@ def head_comment(spec: KernelSpec, config: FwdConfig) -> str:
             params=params,
             fits=fits,
             example_m_blocks=-(-4000 // config.block_m),
+            # About 32, as far as whole groups allow.
+            example_heads=spec.gqa_ratio * max(1, 32 // spec.gqa_ratio),
             spec_text=_assignments(spec.canonical()),
             config_text=_assignments(config.canonical()),
         )

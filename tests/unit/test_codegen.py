@@ -125,3 +125,11 @@ def test_smem_plan_is_rendered():
     plan = smem_plan(spec, config)
     assert plan.total == 2 * 128 * (64 + 2 * 3 * 96)
     assert f"kSmemBytes = {plan.total};" in render_kernel(spec, config).text
+
+
+@pytest.mark.parametrize(("gqa_ratio", "heads"), [(1, 32), (3, 30), (7, 28), (8, 32), (64, 64)])
+def test_the_example_of_the_head_keeps_its_own_rules(gqa_ratio, heads):
+    text = render_kernel(KernelSpec(gqa_ratio=gqa_ratio), FwdConfig()).text
+    blocks = 2 * heads * -(-4000 // FwdConfig().block_m)
+    assert f"E.g. batch 2, num_heads {heads}, seqlen_q 4000: 2 * {heads} * " in text
+    assert f"cuLaunchKernel(f, {blocks}, 1, 1, " in text
