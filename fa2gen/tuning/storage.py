@@ -6,6 +6,7 @@ import contextlib
 import datetime
 import os
 import random
+import re
 import time
 import warnings
 from pathlib import Path
@@ -133,13 +134,16 @@ def open_storage(url: str) -> RDBStorage:
     """Optuna's storage at a URL, e.g. ``sqlite:///studies.db`` or ``postgresql://user@host/studies``.
 
     Raises:
-        StudyError: No storage URL, a package that it needs is missing, or the database does not answer.
+        StudyError: No storage URL, one of a database in memory, a package that it needs is missing, or the database
+            does not answer.
     """
     if not isinstance(url, str) or "://" not in url:
         raise StudyError(
             f"storage {url!r} is no URL: give one that Optuna takes, e.g. sqlite:///studies.db or "
             "postgresql://user@host/studies"
         )
+    if re.fullmatch(r"sqlite(\+\w+)?://(/(:memory:)?)?(\?.*)?", url):
+        raise StudyError(f"storage {url} names no file: the study would end with this process")
     for attempt in range(_TRIES):
         try:
             return RDBStorage(url, engine_kwargs=_engine_options(url))

@@ -367,3 +367,9 @@ def test_the_state_folder_follows_the_environment(tmp_path):
             [sys.executable, "-c", code], cwd=ROOT, env={"PATH": "", **env}, capture_output=True, text=True, check=True
         )
         assert out.stdout.strip() == str(expected)
+
+
+@pytest.mark.parametrize("url", ["sqlite://", "sqlite:///", "sqlite:///:memory:", "sqlite+pysqlite:///:memory:"])
+def test_a_database_in_memory_keeps_nothing(url):
+    with pytest.raises(StudyError, match="names no file: the study would end with this process"):
+        require_storage(url)
