@@ -16,6 +16,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from fa2gen.cli import main
+from fa2gen.commands import tune_output
 from fa2gen.constraints import default_config
 from fa2gen.spec import FwdConfig, KernelSpec
 
@@ -169,6 +170,13 @@ def test_a_warning_is_said_once() -> None:
                     "--backend", "emulator", FA2GEN_CACHE_DIR="/proc/none")  # fmt: skip
     assert done.returncode == 0
     assert done.stderr.count("warning: the cache folder /proc/none cannot be made") == 1
+
+
+@pytest.mark.parametrize(("columns", "width"), [("40", 72), ("72", 72), ("100", 100)])
+def test_results_are_never_folded_beyond_reading(columns: str, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    assert tune_output._console().width == width
 
 
 def test_system_errors_name_the_file(tmp_path: Path) -> None:
