@@ -15,6 +15,7 @@ from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial
 
+from fa2gen.errors import StudyError
 from fa2gen.tables.locks import is_same_file
 from fa2gen.tables.store import free_name
 
@@ -77,13 +78,18 @@ def _torn_line(file: IO[bytes], before: int | None = None) -> bytes:
     return rest
 
 
-def open_journal(path: Path) -> JournalStorage:
+def open_journal(path: Path, *, in_use: bool = False) -> JournalStorage:
     """The storage in a journal file, made if there is none.
 
     A last line that a kill or a power cut tore is cut off. A journal that is damaged otherwise is put aside as
     ``<name>.damaged-<utc>-<pid>`` with a warning, and a new one begins: damage costs one study.
 
+    Args:
+        path: Of the file.
+        in_use: Other processes work on it: it is not taken from under them.
+
     Raises:
+        StudyError: The journal is damaged and ``in_use``.
         OSError: The file cannot be read or written.
     """
     # Optuna asks for acquire() and release() alone; its base class is not public.
@@ -98,6 +104,8 @@ def open_journal(path: Path) -> JournalStorage:
                 raise
             except Exception as error:  # whatever the replay of foreign lines raises
                 reason = f"{type(error).__name__}: {error}"
+        if in_use:
+            raise StudyError(f"the study {path} is damaged ({reason}), and another process works on it: end that first")
         aside = put_aside(path, "damaged")
         warnings.warn(
             f"the study {path} is damaged ({reason}); it is kept as {aside.name} and a new one begins",

@@ -69,7 +69,7 @@ class Journal:
             elif not resume and self.path.exists():
                 put_aside(self.path, "old")
             resume = True
-            study = _load_or_create(open_journal(self.path), name, sampler)
+            study = _load_or_create(open_journal(self.path, in_use=not alone), name, sampler)
             if alone:
                 for trial in _running(study):
                     study.tell(trial.number, state=TrialState.FAIL)

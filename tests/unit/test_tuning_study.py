@@ -251,6 +251,17 @@ def test_a_kill_or_a_power_cut_in_a_line_costs_that_line(tmp_path, rest):
         assert study.times() == {}
 
 
+def test_a_damaged_journal_is_not_taken_from_under_others(tmp_path):
+    with open_study(tmp_path) as study:
+        run(study, 3)
+        study.path.write_bytes(b"not json\n" + study.path.read_bytes())
+        before = study.path.read_bytes()
+        with pytest.raises(StudyError, match=r"damaged .* another process works on it"):
+            open_study(tmp_path)
+        assert study.path.read_bytes() == before
+    assert not list(tmp_path.glob("*.damaged-*"))
+
+
 def test_a_study_leaves_its_journal_alone_behind(tmp_path):
     (tmp_path / "dead.session").touch()
     with open_study(tmp_path) as first, open_study(tmp_path) as second:
