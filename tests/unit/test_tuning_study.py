@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import multiprocessing
+import os
 import subprocess
 import sys
 import time
@@ -370,12 +371,18 @@ def test_a_dead_process_leaves_no_running_trial(tmp_path):
 
 def test_the_state_folder_follows_the_environment(tmp_path):
     code = "from fa2gen.tuning.study import state_dir; print(state_dir())"
+    inherited = {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ}
     for env, expected in (
         ({"FA2GEN_STATE_DIR": str(tmp_path)}, tmp_path / "studies"),
         ({"XDG_STATE_HOME": str(tmp_path)}, tmp_path / "fa2gen" / "studies"),
     ):
         out = subprocess.run(
-            [sys.executable, "-c", code], cwd=ROOT, env={"PATH": "", **env}, capture_output=True, text=True, check=True
+            [sys.executable, "-c", code],
+            cwd=ROOT,
+            env={"PATH": "", **inherited, **env},
+            capture_output=True,
+            text=True,
+            check=True,
         )
         assert out.stdout.strip() == str(expected)
 
