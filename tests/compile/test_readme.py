@@ -17,10 +17,13 @@ from pathlib import Path
 
 import pytest
 
+from fa2gen.compile import find_nvcc
+
 pytestmark = pytest.mark.nvcc
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
+SHOWN_WITH_NVCC = (13, 0)
 ELSEWHERE = {
     "make test": "is what runs this test",
     "make tune": "is `fa2gen tune --headdim 128 --gpu a100` in an environment of its own, and that runs here",
@@ -87,7 +90,8 @@ def test_command_runs_and_shows_what_is_written(command: str, place: tuple[Path,
     done = subprocess.run(["bash", "-c", command], cwd=folder, env=env, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stdout + done.stderr
     want = COMMANDS[command]
-    if want is not None:
+    # Another release allots other registers, and with them come other occupancies and predictions.
+    if want is not None and find_nvcc().version[:2] == SHOWN_WITH_NVCC:
         same = doctest.OutputChecker().check_output(want, done.stdout, doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
         assert same, f"README shows\n{want}\nbut it prints\n{done.stdout}"
 
