@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -113,9 +114,11 @@ def test_plain_nvcc_has_no_warnings(target, tmp_path):
 
 
 def test_kernels_are_formatted(tmp_path):
-    program = shutil.which("clang-format")
+    # Beside this interpreter, whose environment need not be the shell's.
+    folders = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
+    program = shutil.which("clang-format", path=folders)
     if program is None:
-        pytest.skip("clang-format is not installed; the extra [lint] brings it")
+        pytest.skip("clang-format is not installed; the extra [test] brings it")
     style = Path(__file__).parents[2] / ".clang-format"
     for spec, config, _ in COVERING:
         source = render_kernel(spec, config)
