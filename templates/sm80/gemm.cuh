@@ -24,12 +24,13 @@ using QueryFragments = u32[kQInRegs ? kStepsQK : 1][kTilesM][4];
 // A fragments of Q for k step `k`.
 FUNC void load_query_fragments(u32 (&frag)[kTilesM][4], u32 lane_q, int k) {
 #pragma unroll
-  for (int i = 0; i < kTilesM; i++) ldmatrix_x4(frag[i], (lane_q ^ (k % 4 * 32)) + k / 4 * kPanelQ + i * kRows16);
+  for (int i = 0; i < kTilesM; i++)
+    ldmatrix_x4(frag[i], (lane_q ^ (k % kPanelSteps * 32)) + k / kPanelSteps * kPanelQ + i * kRows16);
 }
 
 // B fragment of k step `k` for a pair of n8 tiles (16 keys).
 FUNC void load_key_fragment(u32 (&frag)[4], u32 lane_k, int k, int pair) {
-  ldmatrix_x4(frag, (lane_k ^ (k % 4 * 32)) + k / 4 * kPanelKV + pair * kRows16);
+  ldmatrix_x4(frag, (lane_k ^ (k % kPanelSteps * 32)) + k / kPanelSteps * kPanelKV + pair * kRows16);
 }
 
 // One k16 step of acc_s = Q K^T; the first sets acc_s, the others add. The next B fragment is loaded before the current
@@ -92,7 +93,8 @@ FUNC void gemm_pv(OutputTile& acc_o, const ProbabilityFragments& frag_p, u32 lan
   u32 frag_v[2][4];
   auto load_value_fragment = [&](int f) {
     const int k = f / kPairsO, pair = f % kPairsO;
-    ldmatrix_x4_trans(frag_v[f % 2], (lane_v ^ (pair % 4 * 32)) + pair / 4 * kPanelKV + k * kRows16);
+    ldmatrix_x4_trans(frag_v[f % 2],
+                      (lane_v ^ (pair % kPanelSteps * 32)) + pair / kPanelSteps * kPanelKV + k * kRows16);
   };
   load_value_fragment(0);
 #pragma unroll

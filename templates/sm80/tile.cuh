@@ -1,16 +1,23 @@
 // ---- Tiles in shared memory: where an element lies, how a tile arrives from global memory, how rows leave
 //
-// A tile of R rows is kHeadDimPadded / 64 panels; a panel is R rows of 128 bytes (64 columns). Inside a panel the index
-// of a 16-byte chunk is XORed with the row, so that the 8 rows of one chunk column lie in 8 different bank groups:
-// ldmatrix, plain and transposed, and the copies below are free of bank conflicts.
+// A tile of R rows is cut into panels of R rows by 64 columns (128 bytes), or by 32 (64 bytes) where the head dim is no
+// multiple of 64. Inside a panel the index of a 16-byte chunk is XORed with the row, so that the 8 rows of one chunk
+// column lie in 8 different bank groups: ldmatrix, plain and transposed, and the copies below are free of bank
+// conflicts.
 
-constexpr int kPanelRowBytes = 128;
-constexpr int kRowsPerPass = kThreads / 8;
-constexpr int kPanels = kHeadDimPadded / 64;
+constexpr int kPanelColumns = kHeadDimPadded % 64 == 0 ? 64 : 32;
+constexpr int kPanelRowBytes = 2 * kPanelColumns;
+constexpr int kPanelChunks = kPanelColumns / 8;  // 16-byte chunks of a panel's row, and threads that copy them
+constexpr int kPanelSteps = kPanelColumns / 16;  // k16 steps, or pairs of n8 tiles, in a panel
+constexpr int kPanels = kHeadDimPadded / kPanelColumns;
+constexpr int kRowsPerPass = kThreads / kPanelChunks;
 constexpr int kChunks = (kHeadDim + 15) / 16 * 2;  // 16-byte chunks of a row that the products read
 
-// Byte offset of a chunk (0 to 7) of a row inside a panel.
-FUNC u32 swizzled(int row, int chunk) { return row * kPanelRowBytes + ((chunk ^ (row & 7)) * 16); }
+// Byte offset of a chunk of a row inside a panel. Two rows of 64 bytes share the 32 banks that one of 128 fills.
+FUNC u32 swizzled(int row, int chunk) {
+  const int key = kPanelColumns == 64 ? row & 7 : row / 2 & 3;
+  return row * kPanelRowBytes + ((chunk ^ key) * 16);
+}
 
 // Lane address for ldmatrix.x4 of 16 rows x 16 columns at the tile's first row and column: the A operand (Q) and,
 // transposed, the B operand of P V. Going k steps of 16 columns to the right inside a panel is XOR k * 32, because a
@@ -49,9 +56,9 @@ FUNC void load_chunk(u32 destination, gptr<const Element> source, int chunk, boo
   }
 }
 
-// This thread's part of a K or V tile: row threadIdx.x / 8, chunk threadIdx.x % 8 of the first panel; 8 threads cover
-// the 128 bytes of a panel row (16 threads over a 256-byte row of two panels would hit the same banks twice).
-FUNC u32 thread_part(u32 tile) { return tile + swizzled(threadIdx.x / 8, threadIdx.x % 8); }
+// This thread's part of a K or V tile: a row and a chunk of the first panel. As many threads as a panel's row has
+// chunks cover it (16 threads over a 256-byte row of two panels would hit the same banks twice).
+FUNC u32 thread_part(u32 tile) { return tile + swizzled(threadIdx.x / kPanelChunks, threadIdx.x % kPanelChunks); }
 
 // Loads a K or V tile. `to` and `from` are this thread's part of the tile in shared and in global memory; `pass_bytes`
 // leads to the same place kRowsPerPass rows on. With kRagged, rows from num_rows on become zero: stale memory times a
@@ -61,14 +68,14 @@ FUNC void load_tile(u32 to, gptr<const Element> from, i64 pass_bytes, int num_ro
   static_assert(kBlockN % kRowsPerPass == 0 && kRowsPerPass % 8 == 0, "a pass keeps the swizzle of its first row");
 #pragma unroll
   for (int pass = 0; pass < kBlockN; pass += kRowsPerPass) {
-    const bool valid = !kRagged || pass + int(threadIdx.x) / 8 < num_rows;
+    const bool valid = !kRagged || pass + int(threadIdx.x) / kPanelChunks < num_rows;
 #pragma unroll
     for (int panel = 0; panel < kPanels; panel++) {
       const u32 destination = to + panel * kBlockN * kPanelRowBytes + pass * kPanelRowBytes;
       if constexpr (!kRagged && kVectorBytes == 16 && kHeadDim == kHeadDimPadded)
-        cp_async16(destination, from + panel * 64);
+        cp_async16(destination, from + panel * kPanelColumns);
       else
-        load_chunk(destination, from + panel * 64, panel * 8 + threadIdx.x % 8, valid);
+        load_chunk(destination, from + panel * kPanelColumns, panel * kPanelChunks + threadIdx.x % kPanelChunks, valid);
     }
     from = from.plus_bytes(pass_bytes);
   }
@@ -77,29 +84,29 @@ FUNC void load_tile(u32 to, gptr<const Element> from, i64 pass_bytes, int num_ro
 // Loads this warp's rows of Q into its part of the Q tile; rows from num_rows on become zero.
 FUNC void load_q_rows(u32 tile_q, gptr<const Element> q, i64 row_stride, int num_rows) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int chunk = lane % 8;
+  const int chunk = lane % kPanelChunks;
 #pragma unroll
-  for (int i = 0; i < kWarpRows; i += 4) {
-    const int row = warp * kWarpRows + i + lane / 8;
+  for (int i = 0; i < kWarpRows; i += 32 / kPanelChunks) {
+    const int row = warp * kWarpRows + i + lane / kPanelChunks;
     const bool valid = row < num_rows;
     const gptr<const Element> source = q + (row * row_stride + chunk * 8);
 #pragma unroll
     for (int panel = 0; panel < kPanels; panel++)
-      load_chunk(tile_q + panel * kBlockM * kPanelRowBytes + swizzled(row, chunk), source + panel * 64,
-                 panel * 8 + chunk, valid);
+      load_chunk(tile_q + panel * kBlockM * kPanelRowBytes + swizzled(row, chunk), source + panel * kPanelColumns,
+                 panel * kPanelChunks + chunk, valid);
   }
 }
 
 // Stores this warp's rows of O from its part of the Q tile; rows from num_rows on are not stored.
 FUNC void store_o_rows(gptr<Element> o, u32 tile_o, i64 row_stride, int num_rows) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int chunk = lane % 8;
+  const int chunk = lane % kPanelChunks;
 #pragma unroll
-  for (int i = 0; i < kWarpRows; i += 4) {
-    const int row = warp * kWarpRows + i + lane / 8;
+  for (int i = 0; i < kWarpRows; i += 32 / kPanelChunks) {
+    const int row = warp * kWarpRows + i + lane / kPanelChunks;
 #pragma unroll
     for (int panel = 0; panel < kPanels; panel++) {
-      const int column = (panel * 8 + chunk) * 8;
+      const int column = (panel * kPanelChunks + chunk) * 8;
       if (row >= num_rows || column >= kHeadDim) continue;
       const u32x4 value = ld_shared<u32x4>(tile_o + panel * kBlockM * kPanelRowBytes + swizzled(row, chunk));
       const gptr<Element> target = o + (row * row_stride + column);
