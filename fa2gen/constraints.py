@@ -34,9 +34,17 @@ def smem_plan(spec: KernelSpec, config: FwdConfig) -> SmemPlan:
     return SmemPlan(q=0, k=k, v=v, total=v + config.num_stages * config.block_n * row)
 
 
-def rows_per_pass(config: FwdConfig) -> int:
-    """Rows of K or V that a block copies at a time: 8 threads cover the 128 bytes of a panel row."""
-    return config.num_threads // 8
+def panel_columns(spec: KernelSpec) -> int:
+    """Columns of a panel, the unit of a tile's layout: 64 (rows of 128 bytes), or 32 where 64 do not divide the width.
+
+    A tile of 96 columns would otherwise be padded to 128: a third more shared memory, and a third more arithmetic.
+    """
+    return 64 if spec.native_head_dim % 64 == 0 else 32
+
+
+def rows_per_pass(spec: KernelSpec, config: FwdConfig) -> int:
+    """Rows of K or V that a block copies at a time: a thread for each 16 bytes of a panel row."""
+    return config.num_threads * 8 // panel_columns(spec)
 
 
 def estimate_registers(spec: KernelSpec, config: FwdConfig) -> int:
@@ -72,10 +80,11 @@ def _shape_reason(spec: KernelSpec, config: FwdConfig, arch: ArchLimits) -> str 
         return f"block_m {config.block_m} does not give each of {config.num_warps} warps whole 16-row tiles"
     if rows > 64:
         return f"{rows} query rows a warp: above 64 the accumulators cannot fit"
-    if config.block_n % rows_per_pass(config) or config.block_n % 16:
-        return f"block_n {config.block_n} is not whole copy passes of {rows_per_pass(config)} rows"
-    if config.num_warps < 2:
-        return "one warp copies 4 rows a pass, but the swizzle needs 8"
+    pass_rows = rows_per_pass(spec, config)
+    if config.block_n % pass_rows or config.block_n % 16:
+        return f"block_n {config.block_n} is not whole copy passes of {pass_rows} rows"
+    if pass_rows % 8:
+        return f"{config.num_warps} warps copy {pass_rows} rows a pass, but the swizzle needs 8"
     if config.block_n % config.step_n or config.step_n % 16:
         return f"step_n {config.step_n} does not divide block_n {config.block_n} into multiples of 16 keys"
     if config.block_n > 256:
@@ -110,17 +119,19 @@ def _residency_reason(spec: KernelSpec, config: FwdConfig, arch: ArchLimits) -> 
 def default_config(spec: KernelSpec) -> FwdConfig:
     """A config that is legal for every spec on every architecture from 8.0 up, and fast on all.
 
-    64 x 64 tiles and two warps: 40 KiB of shared memory at head dim 64, 48 KiB at 128, so that two blocks or more fit
-    everywhere. On an H200 it runs at 0.93 to 1.0 of the best config of its head dim.
+    Up to head dim 128, 64 x 64 tiles and two warps: 20 KiB of shared memory at head dim 32, 40 at 64, 36 at 96, 48 at
+    128, so that two blocks or more fit everywhere. On an H200 it runs at 0.93 to 1.0 of the best config of head dims 64
+    and 128. Beyond, a warp has registers for 16 rows of output (128 a thread at head dim 256) and four warps share the
+    tile: 72 KiB at 192 and 96 at 256, one block where a block may have 99.
     """
-    small = spec.native_head_dim <= 64
+    width = spec.native_head_dim
     return FwdConfig(
         block_m=64,
         block_n=64,
         step_n=64,
-        num_warps=2,
-        num_stages=2 if small else 1,
-        q_in_regs=small,
+        num_warps=2 if width <= 128 else 4,
+        num_stages=2 if width <= 64 else 1,
+        q_in_regs=width <= 64,
         softmax="guarded",
-        min_blocks=2,
+        min_blocks=2 if width <= 128 else 1,
     )

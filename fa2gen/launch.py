@@ -110,7 +110,7 @@ def fwd_plan(
     row_bytes = {tensor: strides[tensor][1] * 2 for tensor in ("k", "v")}
     params = FWD_PARAMS.pack(
         **named_strides,
-        **{f"{tensor}_pass_bytes": rows_per_pass(config) * bytes for tensor, bytes in row_bytes.items()},
+        **{f"{tensor}_pass_bytes": rows_per_pass(spec, config) * bytes for tensor, bytes in row_bytes.items()},
         **{f"{tensor}_tile_bytes": config.block_n * bytes for tensor, bytes in row_bytes.items()},
         batch=problem.batch,
         num_heads=problem.num_heads_q,

@@ -17,7 +17,7 @@ from .errors import ArgumentError, UnsupportedError
 
 KINDS = ("fwd",)
 DTYPES = ("fp16", "bf16")
-NATIVE_HEAD_DIMS = (64, 128)
+NATIVE_HEAD_DIMS = (32, 64, 96, 128, 192, 256)
 ALIGNMENTS = (16, 2)
 SOFTMAXES = ("online", "guarded")
 # Far beyond any model's; what checks a kernel needs memory for that many heads.
@@ -82,7 +82,7 @@ class KernelSpec(_Canonical):
 
     Attributes:
         kind: ``"fwd"``.
-        head_dim: Head dimension of q, k and v, 1 to 128. Tiles have the width of ``native_head_dim``; columns beyond
+        head_dim: Head dimension of q, k and v, 1 to 256. Tiles have the width of ``native_head_dim``; columns beyond
             ``head_dim`` are neither read nor written.
         dtype: ``"fp16"`` or ``"bf16"``, of q, k, v and the output. Accumulation is float32.
         causal: Query i sees key j iff ``j <= i + seqlen_k - seqlen_q`` (bottom-right alignment).
@@ -112,7 +112,6 @@ class KernelSpec(_Canonical):
             raise UnsupportedError(
                 f"head_dim {self.head_dim} is not supported: this version has kernels for head dims 1 to "
                 f"{NATIVE_HEAD_DIMS[-1]}"
-                + ("; 136 to 256 are planned" if self.head_dim <= 256 else "; beyond 256 nothing is planned")
             )
         if self.gqa_ratio > MAX_GQA_RATIO:
             raise UnsupportedError(

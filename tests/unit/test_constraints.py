@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import pytest
 
-from fa2gen.constraints import default_config, estimate_registers, infeasible_reason, smem_plan
-from fa2gen.hardware import arch_limits, supported_compute_capabilities
-from fa2gen.spec import FwdConfig, KernelSpec
+from fa2gen.constraints import (
+    default_config,
+    estimate_registers,
+    infeasible_reason,
+    panel_columns,
+    rows_per_pass,
+    smem_plan,
+)
+from fa2gen.hardware import arch_limits, occupancy, supported_compute_capabilities
+from fa2gen.spec import NATIVE_HEAD_DIMS, FwdConfig, KernelSpec
 
 A100 = arch_limits((8, 0))
 
 
 @pytest.mark.parametrize("capability", supported_compute_capabilities())
-@pytest.mark.parametrize("head_dim", [1, 64, 96, 128])
+@pytest.mark.parametrize("head_dim", [1, 32, 40, 64, 72, 96, 104, 128, 136, 192, 200, 256])
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("gqa_ratio", [1, 7])
@@ -43,6 +50,57 @@ def test_each_reason(change, text):
     reason = infeasible_reason(KernelSpec(head_dim=128), FwdConfig(**change), A100)
     assert reason is not None
     assert text in reason
+
+
+def test_default_config_fills_the_chips_that_have_room():
+    """Two blocks an SM even where it has 100 KB, up to head dim 128; beyond, two on an A100 and on an H200."""
+    for head_dim in NATIVE_HEAD_DIMS:
+        spec = KernelSpec(head_dim=head_dim)
+        config = default_config(spec)
+        registers, smem = estimate_registers(spec, config), smem_plan(spec, config).total
+        for capability in supported_compute_capabilities():
+            arch = arch_limits(capability)
+            fewest = 1 if head_dim > 128 and arch.max_smem_per_sm < 128 * 1024 else 2
+            if head_dim == 256 and capability in ((8, 0), (8, 7)):
+                fewest = 1  # 96 KiB of a block, 164 of an SM
+            assert occupancy(arch, config.num_threads, registers, smem).blocks_per_sm >= fewest
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "columns", "rows", "total"),
+    [
+        (32, 32, 32, 20 * 1024),
+        (64, 64, 16, 40 * 1024),
+        (96, 32, 32, 60 * 1024),
+        (128, 64, 16, 80 * 1024),
+        (192, 64, 16, 120 * 1024),
+        (256, 64, 16, 160 * 1024),
+        (8, 32, 32, 20 * 1024),
+        (72, 32, 32, 60 * 1024),
+        (200, 64, 16, 160 * 1024),
+    ],
+)
+def test_tiles_of_every_width(head_dim, columns, rows, total):
+    """Four warps, 64 rows of Q and two stages of 64 keys: 320 rows of the native width, and no padding beyond it."""
+    spec, config = KernelSpec(head_dim=head_dim), FwdConfig(block_m=64)
+    assert panel_columns(spec) == columns
+    assert rows_per_pass(spec, config) == rows
+    assert smem_plan(spec, config).total == total
+
+
+def test_one_warp_serves_narrow_panels_only():
+    config = FwdConfig(block_m=16, block_n=32, step_n=32, num_warps=1)
+    assert infeasible_reason(KernelSpec(head_dim=32), config, A100) is None
+    assert infeasible_reason(KernelSpec(head_dim=96), config, A100) is None
+    assert "copy 4 rows a pass" in (infeasible_reason(KernelSpec(head_dim=64), config, A100) or "")
+
+
+def test_wide_heads_need_narrow_warps():
+    """Head dim 256: 16 rows of output are 128 registers a thread, 32 rows all there are."""
+    spec = KernelSpec(head_dim=256)
+    reason = infeasible_reason(spec, FwdConfig(block_m=64, block_n=32, step_n=32, num_warps=2), A100)
+    assert reason == "at least 312 registers a thread, 255 exist"
+    assert infeasible_reason(spec, FwdConfig(block_m=64, block_n=32, step_n=32, num_warps=4), A100) is None
 
 
 def test_shared_memory_limit_is_the_chips():
