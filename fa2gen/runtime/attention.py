@@ -35,9 +35,11 @@ def attention(
     call of a new kernel compiles it (see :func:`fa2gen.runtime.warmup`), later calls only launch.
 
     Args:
-        q: (batch, seqlen_q, num_heads_q, head_dim), fp16 or bf16, head_dim 1 to 128. Any strides; a tensor whose last
-            dimension is not contiguous, or that negates what it views, is copied first. Bases or strides that are not
-            multiples of 16 bytes, and head dims that are not multiples of 8, run a kernel that moves single elements.
+        q: (batch, seqlen_q, num_heads_q, head_dim), fp16 or bf16, head_dim 1 to 256. Any strides. Copied first: a
+            tensor whose last dimension is not contiguous, or that negates what it views; with a head dim that is no
+            multiple of 8 all three, padded to one (and the output, cut back); and a tensor whose base or strides are
+            not multiples of 16 bytes, but k and v only if more than 64 queries share a key (seqlen_q times the group's
+            heads): else nothing is copied for them, and a kernel runs that moves single elements.
         k, v: (batch, seqlen_k, num_heads_k, head_dim), dtype and device of q. num_heads_q is a multiple of num_heads_k;
             query head h reads key/value head ``h // (num_heads_q // num_heads_k)``.
         causal: Query i sees key j iff ``j <= i + seqlen_k - seqlen_q`` (bottom-right alignment).

@@ -35,7 +35,7 @@ class Description:
         gpu: Slug of the GPU; None off it.
         target: What the kernel is compiled for; None where nothing is compiled.
         state: ``"loaded"``, ``"compiled"`` (in the cache on disk), ``"not compiled"``; None where nothing is compiled.
-        copies: Tensors that the call copies first, and why.
+        copies: Tensors that the call copies, and why.
     """
 
     backend: str
@@ -127,5 +127,7 @@ def _copies(request: Request) -> tuple[str, ...]:
     copies = [f"{name}: {reason}" for name, reason in request.copied.items()]
     if request.softmax_scale < 0:
         copies.append("q: negated, since softmax_scale is negative")
+    if request.head_dim != request.spec.head_dim:
+        copies.append(f"output: cut back to head_dim {request.head_dim}")
     # The reference reads any strides and takes any scale.
     return () if request.backend == "reference" else tuple(copies)

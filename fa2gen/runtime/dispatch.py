@@ -14,7 +14,8 @@ from fa2gen.hardware import arch_limits
 from fa2gen.reference import attention_forward
 from fa2gen.spec import FwdConfig
 
-from .plan import build_plan, match_config, remember
+from .copies import copied
+from .plan import PLANS, build_plan, match_config, remember
 from .request import Request, read_flag, read_request, refuse_gradients
 from .traced import has_memory, is_observed, traced_call
 
@@ -47,16 +48,13 @@ def first_call(
     if request.is_empty:
         return _empty(request, return_lse)
     if request.copied or request.softmax_scale < 0:
-        q, k, v, scale = _prepared(request, q, k, v)
-        return first_call(q, k, v, causal, scale, return_lse, backend, config)
+        return _on_copies(request, q, k, v, return_lse, backend, config)
     if request.backend == "emulator":
         return _emulated(request, q, k, v, return_lse, config)
     plan = build_plan(request, match_config(request, request.device.index, config).config, return_lse=return_lse)
-    # A negated view of a head_dim of 1 may agree in shape and strides with a tensor that needs no copy.
-    if request.spec.head_dim > 1:
-        # Values as read: what the caller passed may be an array, which cannot be a key, or a tensor, which may change.
-        given = None if softmax_scale is None else request.softmax_scale
-        remember(plan_key(q, k, v, request.spec.causal, given, return_lse, backend, config), plan)
+    # Values as read: what the caller passed may be an array, which cannot be a key, or a tensor, which may change.
+    given = None if softmax_scale is None else request.softmax_scale
+    remember(plan_key(q, k, v, request.spec.causal, given, return_lse, backend, config), plan)
     return plan(q.data_ptr(), k.data_ptr(), v.data_ptr())  # type: ignore[no-any-return]
 
 
@@ -93,18 +91,32 @@ def plan_key(
     )
 
 
-def _prepared(request: Request, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, float]:
-    """Tensors and scale of an equal call that needs no copy: s q = (-s)(-q)."""
-    q, k, v = (
-        x.contiguous().resolve_neg() if name in request.copied else x for name, x in (("q", q), ("k", k), ("v", v))
-    )
-    return (-q, k, v, -request.softmax_scale) if request.softmax_scale < 0 else (q, k, v, request.softmax_scale)
+def _on_copies(
+    request: Request, q: Tensor, k: Tensor, v: Tensor, return_lse: bool, backend: str, config: FwdConfig | None
+) -> Result:
+    """An equal call that needs no copy (s q = (-s)(-q)), and its output cut back to the caller's head dim."""
+    negative = request.softmax_scale < 0
+    q = copied(q, negated=negative) if negative or "q" in request.copied else q
+    k, v = (copied(x, negated=False) if name in request.copied else x for name, x in (("k", k), ("v", v)))
+    causal, scale = request.spec.causal, abs(request.softmax_scale)
+    # What is no config may not be hashable either; the call itself says so.
+    legal = config is None or isinstance(config, FwdConfig)
+    plan = PLANS.get(plan_key(q, k, v, causal, scale, return_lse, backend, config)) if legal else None
+    if plan is not None:
+        result: Result = plan(q.data_ptr(), k.data_ptr(), v.data_ptr())
+    else:
+        result = first_call(q, k, v, causal, scale, return_lse, backend, config)
+    if request.head_dim == request.spec.head_dim:
+        return result
+    if isinstance(result, Tensor):
+        return result[..., : request.head_dim].contiguous()
+    return result[0][..., : request.head_dim].contiguous(), result[1]
 
 
 def _empty(request: Request, return_lse: bool) -> Result:
     """The result where there is nothing to compute: no rows, or rows that see no key (output 0, LSE -inf)."""
     p = request.problem
-    shape = (p.batch, p.seqlen_q, p.num_heads_q, request.spec.head_dim)
+    shape = (p.batch, p.seqlen_q, p.num_heads_q, request.head_dim)
     dtype = torch.float16 if request.spec.dtype == "fp16" else torch.bfloat16
     out = torch.zeros(shape, dtype=dtype, device=request.device)
     if not return_lse:

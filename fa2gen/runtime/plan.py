@@ -154,13 +154,14 @@ def build_plan(request: Request, config: FwdConfig, *, return_lse: bool, repairs
         return_lse: Whether the LSE is computed and returned.
         repairs: One uint32-sized element that counts repaired softmax steps.
     """
-    index = request.device.index
+    index, p, head_dim = request.device.index, request.problem, request.spec.head_dim
+    out_strides = (p.seqlen_q * p.num_heads_q * head_dim, p.num_heads_q * head_dim, head_dim, 1)
     kernel = loaded_kernel(request.spec, config, index)
     (launch,) = fwd_plan(
         request.spec,
         config,
-        request.problem,
-        strides=request.strides,
+        p,
+        strides={**request.strides, "o": out_strides[:3]},
         softmax_scale=request.softmax_scale,
         l2_bytes=device_gpu(index).l2_bytes,
     ).launches
@@ -168,12 +169,9 @@ def build_plan(request: Request, config: FwdConfig, *, return_lse: bool, repairs
     # have no context yet and to devices that are not the current one.
     run_kernel, grid, block = kernel.launch, launch.grid, (launch.num_threads, 1, 1)
     tail = launch.params[_POINTER_BYTES:]
-    p, dtype = request.problem, _torch_dtype(request.spec)
-    out_shape, lse_shape = (
-        (p.batch, p.seqlen_q, p.num_heads_q, request.spec.head_dim),
-        (p.batch, p.num_heads_q, p.seqlen_q),
-    )
-    out_strides, lse_strides = (*request.strides["o"], 1), (p.num_heads_q * p.seqlen_q, p.seqlen_q, 1)
+    dtype = _torch_dtype(request.spec)
+    out_shape, lse_shape = (p.batch, p.seqlen_q, p.num_heads_q, head_dim), (p.batch, p.num_heads_q, p.seqlen_q)
+    lse_strides = (p.num_heads_q * p.seqlen_q, p.seqlen_q, 1)
     repairs_ptr = 0 if repairs is None else repairs.data_ptr()
     empty, pack, raw_stream, float32 = (
         _empty_function(request.device),

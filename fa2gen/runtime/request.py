@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import numbers
 from dataclasses import dataclass
@@ -13,7 +14,9 @@ from torch.autograd import forward_ad
 
 from fa2gen.errors import ArgumentError, UnsupportedError
 from fa2gen.problem import Problem
-from fa2gen.spec import KernelSpec
+from fa2gen.spec import NATIVE_HEAD_DIMS, KernelSpec
+
+from .copies import copy_reasons, is_aligned, padded_head_dim, used_strides
 
 DTYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 BACKENDS = ("auto", "cuda", "emulator", "reference")
@@ -28,15 +31,17 @@ class Request:
     Attributes:
         spec: The kernel that it needs, after copies. An empty problem has one too, though nothing is launched for it.
         problem: Its sizes.
-        softmax_scale: Finite, any sign.
+        head_dim: The caller's; the kernel's is a multiple of 8.
+        softmax_scale: Finite, any sign; where the caller gave none, that of ``head_dim``.
         backend: ``"cuda"``, ``"emulator"`` or ``"reference"``.
         device: Of all three tensors.
         copied: Tensors that have to be copied, by name, and why.
-        strides: Element strides (batch, row, head) of q, k, v as given and of the new output; 0 where an extent is 1.
+        strides: Element strides (batch, row, head) of q, k, v as given; 0 where an extent is 1.
     """
 
     spec: KernelSpec
     problem: Problem
+    head_dim: int
     softmax_scale: float
     backend: str
     device: torch.device
@@ -67,25 +72,23 @@ def read_request(
     batch, seqlen_q, num_heads_q, head_dim = q.shape
     _, seqlen_k, num_heads_k, _ = k.shape
     problem = _problem(batch, seqlen_q, seqlen_k, num_heads_q, num_heads_k)
-    copied = {name: reason for name, x in tensors.items() if (reason := _copy_reason(x))}
-    strides = {name: _strides(x) for name, x in tensors.items()}
-    strides["o"] = (seqlen_q * num_heads_q * head_dim, num_heads_q * head_dim, head_dim)
     if head_dim == 0:
-        raise ArgumentError("q, k and v have head_dim 0; 1 to 128 are supported")
-    scale = _scale(softmax_scale, head_dim)
-    # A copy (q is copied to be negated for a negative scale) lies in new, aligned memory.
-    replaced = {*copied, "q"} if scale < 0 else copied
-    vectors = head_dim % 8 == 0 and all(
-        name in replaced or _is_aligned(x, strides[name]) for name, x in tensors.items()
-    )
-    spec = KernelSpec(
+        raise ArgumentError(f"q, k and v have head_dim 0; 1 to {NATIVE_HEAD_DIMS[-1]} are supported")
+    # Any head dim that is supported is legal element by element, so that an error names the caller's.
+    asked = KernelSpec(
         head_dim=head_dim,
         dtype=DTYPE_NAMES[q.dtype],
         causal=causal,
         gqa_ratio=max(1, problem.gqa_ratio),
-        alignment=16 if vectors else 2,
+        alignment=2,
     )
-    return Request(spec, problem, scale, _backend(backend, q.device), q.device, copied, strides)
+    scale = _scale(softmax_scale, head_dim)
+    copied, strides = copy_reasons(tensors, problem), {name: used_strides(x) for name, x in tensors.items()}
+    # A copy (q is copied to be negated for a negative scale) lies in new, aligned memory.
+    replaced = {*copied, "q"} if scale < 0 else copied
+    vectors = all(name in replaced or is_aligned(x) for name, x in tensors.items())
+    spec = dataclasses.replace(asked, head_dim=padded_head_dim(head_dim), alignment=16 if vectors else 2)
+    return Request(spec, problem, head_dim, scale, _backend(backend, q.device), q.device, copied, strides)
 
 
 def _check_tensor(name: str, x: Any) -> None:
@@ -172,23 +175,6 @@ def _backend(backend: str, device: torch.device) -> str:
     if backend == "emulator" and device.type != "cpu":
         raise ArgumentError(f"backend emulator needs CPU tensors, but q, k and v are on {device}")
     return backend
-
-
-def _copy_reason(x: Tensor) -> str | None:
-    if x.shape[3] > 1 and x.stride(3) != 1:
-        return "its last dimension is not contiguous"
-    # Such as the imaginary part of a conjugate: memory holds the values before the negation.
-    return "it is a view that negates" if x.is_neg() else None
-
-
-def _strides(x: Tensor) -> tuple[int, int, int]:
-    # The stride of an axis of one element is arbitrary and never used: it must not decide which kernel runs.
-    batch, row, head = (stride if extent > 1 else 0 for extent, stride in zip(x.shape[:3], x.stride()[:3], strict=True))
-    return batch, row, head
-
-
-def _is_aligned(x: Tensor, strides: tuple[int, int, int]) -> bool:
-    return x.data_ptr() % 16 == 0 and all(stride % 8 == 0 for stride in strides)
 
 
 def refuse_gradients(q: Tensor, k: Tensor, v: Tensor) -> None:

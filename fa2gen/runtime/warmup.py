@@ -133,4 +133,4 @@ def gate_runner(spec: KernelSpec, config: FwdConfig, device: torch.device) -> Ru
 def _request(spec: KernelSpec, problem: Problem, device: torch.device) -> Request:
     if spec.gqa_ratio != problem.gqa_ratio:
         raise ArgumentError(f"calls: {spec.slug()} has gqa_ratio {spec.gqa_ratio}, its problem {problem.gqa_ratio}")
-    return Request(spec, problem, 1.0 / math.sqrt(spec.head_dim), "cuda", device, {}, {})
+    return Request(spec, problem, spec.head_dim, 1.0 / math.sqrt(spec.head_dim), "cuda", device, {}, {})

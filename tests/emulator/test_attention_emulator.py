@@ -28,6 +28,7 @@ def _inputs(seqlen_q: int, seqlen_k: int, heads_q: int, heads_k: int, d: int, dt
         (128, torch.float16, True, (4, 1)),
         (40, torch.bfloat16, True, (7, 1)),
         (59, torch.float16, False, (2, 1)),
+        (1, torch.bfloat16, True, (2, 1)),
     ],
 )
 def test_values(d: int, dtype: torch.dtype, causal: bool, heads: tuple[int, int]) -> None:
@@ -35,6 +36,7 @@ def test_values(d: int, dtype: torch.dtype, causal: bool, heads: tuple[int, int]
     out, lse = attention(q, k, v, causal=causal, return_lse=True, backend="emulator")
     report = check_forward(out, lse, q, k, v, causal=causal)
     assert report.passed, report.text
+    assert out.is_contiguous()
 
 
 def test_copies_views_and_scales() -> None:
@@ -43,10 +45,11 @@ def test_copies_views_and_scales() -> None:
     permuted = v.transpose(1, 2).contiguous().transpose(1, 2)
     out, lse = attention(q, transposed, permuted, softmax_scale=-0.2, return_lse=True, backend="emulator")
     assert check_forward(out, lse, q, k, v, causal=False, softmax_scale=-0.2).passed
-    unaligned = torch.zeros(q.numel() + 1).bfloat16()[1:].view(q.shape).copy_(q)
-    assert describe(unaligned, k, v, backend="emulator").spec.alignment == 2
-    out, lse = attention(unaligned, k, v, return_lse=True, backend="emulator")
-    assert check_forward(out, lse, q, k, v, causal=False).passed
+    unaligned = torch.zeros(k.numel() + 1).bfloat16()[1:].view(k.shape).copy_(k)
+    for rows, alignment in ((q, 2), (q.expand(-1, -1, 2, -1).repeat(1, 2, 2, 1), 16)):
+        assert describe(rows, unaligned, v, backend="emulator").spec.alignment == alignment
+        out, lse = attention(rows, unaligned, v, return_lse=True, backend="emulator")
+        assert check_forward(out, lse, rows, k, v, causal=False).passed
 
 
 def test_config_is_obeyed() -> None:

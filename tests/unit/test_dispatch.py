@@ -20,6 +20,7 @@ from fa2gen.constraints import default_config
 from fa2gen.errors import ArgumentError, InfeasibleError, LaunchError, TableError, ToolchainError
 from fa2gen.hardware import get_gpu
 from fa2gen.runtime import attention, plan, request, reset
+from fa2gen.runtime.copies import copied
 from fa2gen.spec import FwdConfig, KernelSpec
 
 
@@ -169,13 +170,58 @@ def test_bad_calls_raise_warm_and_cold(device: FakeDevice) -> None:
         attention(gradient, k, v)
 
 
-def test_unaligned_views_run_the_element_kernel(device: FakeDevice) -> None:
-    q, k, v = _inputs()
-    attention(torch.zeros(q.numel() + 1).bfloat16()[1:].view(q.shape), k, v)
-    attention(*_inputs(d=59))
-    attention(torch.zeros(2, 113, 8, 68).bfloat16()[..., :64], k, v)
-    assert [kernel.spec.alignment for kernel in device.kernels] == [2, 2]
-    assert [kernel.spec.head_dim for kernel in device.kernels] == [64, 59]
+def _unaligned(x: Tensor) -> Tensor:
+    """The same values, two bytes beyond a multiple of 16."""
+    return torch.zeros(x.numel() + 1).to(x.dtype)[1:].view(x.shape).copy_(x)
+
+
+def _odd_rows(x: Tensor) -> Tensor:
+    """The same values, every row three elements longer than its head dim."""
+    return torch.nn.functional.pad(x, (0, 3))[..., : x.shape[3]]
+
+
+@pytest.mark.parametrize("move", [_unaligned, _odd_rows])
+@pytest.mark.parametrize("seqlen_q", [16, 17])
+@pytest.mark.parametrize("which", ["q", "k", "v"])
+def test_unaligned_views(device: FakeDevice, move: Any, seqlen_q: int, which: str) -> None:
+    """Four heads share a key: with 17 queries 68 do, and what is unaligned is copied; with 16 only q is."""
+    tensors = dict(zip("qkv", _inputs(seqlen_q=seqlen_q), strict=True))
+    tensors[which] = move(tensors[which])
+    copies = which == "q" or seqlen_q == 17
+    for _ in range(2):
+        attention(**tensors)
+        values = _unpacked(device.launches[-1][2])
+        assert [name for name in "qkv" if values[name] != tensors[name].data_ptr()] == ([which] if copies else [])
+    (kernel,) = device.kernels
+    assert kernel.spec.alignment == (16 if copies else 2)
+    assert len(plan.PLANS) == 1
+
+
+def test_a_decode_that_cannot_stay_aligned_copies_nothing(device: FakeDevice) -> None:
+    q, k, v = _inputs(seqlen_q=1)
+    attention(_unaligned(q), _unaligned(k), v)
+    values = _unpacked(device.launches[0][2])
+    assert device.kernels[0].spec.alignment == 2
+    assert values["q"] % 16 == values["k"] % 16 == 2
+
+
+@pytest.mark.parametrize("return_lse", [False, True])
+@pytest.mark.parametrize(("d", "width"), [(1, 8), (59, 64), (111, 112), (250, 256)])
+def test_odd_head_dims_are_padded(device: FakeDevice, d: int, width: int, return_lse: bool) -> None:
+    q, k, v = _inputs(d=d)
+    for _ in range(2):
+        result = attention(q, k, v, return_lse=return_lse)
+        out = result[0] if return_lse else result
+        assert (out.shape, out.is_contiguous()) == (q.shape, True)
+        # Memory of its own: not that of the kernel's wider output.
+        assert out.untyped_storage().nbytes() == 2 * q.numel()
+    (kernel,) = device.kernels
+    assert (kernel.spec.head_dim, kernel.spec.alignment) == (width, 16)
+    assert len(plan.PLANS) == 1
+    values = _unpacked(device.launches[1][2])
+    assert values["softmax_scale"] == struct.unpack("f", struct.pack("f", d**-0.5))[0]
+    assert [values[f"{name}_head_stride"] for name in "qkvo"] == [width] * 4
+    assert values["q"] != q.data_ptr()
 
 
 def test_copies(device: FakeDevice) -> None:
@@ -192,22 +238,45 @@ def test_copies(device: FakeDevice) -> None:
     assert values["k"] == k.data_ptr()
 
 
+def test_a_copying_call_refuses_what_others_refuse(device: FakeDevice) -> None:
+    """Warm or not: its plan is that of its copies, which know nothing of gradients or of a config's type."""
+    tensors = _inputs(d=59)
+    for _ in range(2):
+        with pytest.raises(ArgumentError, match="v requires grad"):
+            attention(*tensors[:2], tensors[2].clone().requires_grad_())
+        with pytest.raises(ArgumentError, match="config must be"):
+            attention(*tensors, config={"block_m": 64})  # type: ignore[arg-type]
+        with pytest.raises(ArgumentError, match="return_lse must be"):
+            attention(*tensors, return_lse=2)  # type: ignore[arg-type]
+        attention(*tensors)
+    assert len(device.launches) == 2
+
+
+@pytest.mark.parametrize("negated", [False, True])
+@pytest.mark.parametrize("d", [59, 64])
+def test_a_copy_repeats_what_was_repeated(d: int, negated: bool) -> None:
+    """A head expanded to 4096 is copied once, not 4096 times, and padded with zeros."""
+    one = torch.randn(2, 7, 1, d).bfloat16()
+    copy = copied(one.expand(2, 7, 4096, d), negated=negated)
+    assert copy.shape == (2, 7, 4096, 64)
+    assert copy.untyped_storage().nbytes() == 2 * 7 * 64 * 2
+    assert torch.equal(copy[..., :d], (-one if negated else one).expand(2, 7, 4096, d))
+    assert (copy[..., d:] == 0).all()
+    assert copied(one[:, :, :, :1].expand(2, 7, 1, d), negated=negated).stride(3) == 1
+
+
 @pytest.mark.filterwarnings("ignore:ComplexHalf support")
 def test_negated_views_are_copied(device: FakeDevice) -> None:
-    """The imaginary part of a conjugate shares memory, shape and strides with that of the number itself."""
-    z = torch.zeros(2, 113, 8, dtype=torch.complex32)
-    k, v = (torch.zeros(2, 203, 2, 1).half() for _ in range(2))
-    plain, negated = z.imag.unsqueeze(-1), z.conj().imag.unsqueeze(-1)
+    """The imaginary part of a conjugate: memory holds the values before the negation."""
+    z = torch.complex(torch.zeros(2, 113, 8, 64).half(), torch.randn(2, 113, 8, 64).half())
+    negated = z.conj().imag
     assert negated.is_neg()
-    assert (plain.data_ptr(), plain.stride()) == (negated.data_ptr(), negated.stride())
-    for _ in range(2):
-        attention(plain, k, v)
-        attention(negated, k, v)
-    in_place = [_unpacked(launch[2])["q"] == plain.data_ptr() for launch in device.launches]
-    assert in_place == [True, False, True, False]
-    wide = torch.zeros(2, 113, 8, 64, dtype=torch.complex32).conj().imag
-    attention(wide, *(torch.zeros(2, 203, 2, 64).half() for _ in range(2)))
-    assert _unpacked(device.launches[-1][2])["q"] != wide.data_ptr()
+    for sign in (False, True):
+        copy = copied(negated, negated=sign)
+        assert not copy.is_neg()
+        assert torch.equal(copy, z.imag if sign else -z.imag)
+    attention(negated, *(torch.zeros(2, 203, 2, 64).half() for _ in range(2)))
+    assert _unpacked(device.launches[-1][2])["q"] != negated.data_ptr()
 
 
 def test_what_may_change_is_no_key(device: FakeDevice) -> None:

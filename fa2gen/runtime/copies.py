@@ -1,0 +1,77 @@
+"""Tensors that a call copies before its kernel runs: which ones, why, and how.
+
+Kernels move rows as 16-byte vectors or, in views that do not allow that, element by element. That takes an SM eight
+times as many instructions, so that it fetches about as fast as HBM delivers, and every query block of every head
+fetches its keys again. A copy costs two passes over the tensor, once. So keys and values in an unaligned view are
+copied where several query blocks read them, and stay where they are where one does: that is decoding, whose cache may
+be most of the GPU's memory. q is read once and no larger than the output: it is copied rather than make the keys move
+element by element.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fa2gen.problem import Problem
+
+# Queries that share a key, heads of a group included: more of them than the rows of the smallest tuned query block, and
+# a key is fetched more than once.
+MAX_QUERIES_IN_PLACE = 64
+
+
+def used_strides(x: Tensor) -> tuple[int, int, int]:
+    """Element strides of (batch, row, head), 0 for an axis of one element.
+
+    The stride of such an axis is arbitrary and never used: it must not decide which kernel runs.
+    """
+    batch, row, head = (stride if extent > 1 else 0 for extent, stride in zip(x.shape[:3], x.stride()[:3], strict=True))
+    return batch, row, head
+
+
+def is_aligned(x: Tensor) -> bool:
+    """Whether every row can move as 16-byte vectors."""
+    return x.data_ptr() % 16 == 0 and all(stride % 8 == 0 for stride in used_strides(x))
+
+
+def padded_head_dim(head_dim: int) -> int:
+    """The multiple of 8 that kernels run: rows are whole 16-byte vectors."""
+    return -(-head_dim // 8) * 8
+
+
+def copy_reasons(tensors: dict[str, Tensor], problem: Problem) -> dict[str, str]:
+    """Which of q, k and v have to be copied, and why."""
+    reasons = {name: reason for name, x in tensors.items() if (reason := _reason(x))}
+    unaligned = [name for name, x in tensors.items() if name not in reasons and not is_aligned(x)]
+    if unaligned != ["q"] and problem.seqlen_q * problem.gqa_ratio <= MAX_QUERIES_IN_PLACE:
+        return reasons
+    return reasons | dict.fromkeys(unaligned, "its base or a stride is not a multiple of 16 bytes")
+
+
+def _reason(x: Tensor) -> str | None:
+    head_dim = x.shape[3]
+    if head_dim != padded_head_dim(head_dim):
+        return f"head_dim {head_dim} is padded to {padded_head_dim(head_dim)}"
+    if head_dim > 1 and x.stride(3) != 1:
+        return "its last dimension is not contiguous"
+    # Such as the imaginary part of a conjugate: memory holds the values before the negation.
+    return "it is a view that negates" if x.is_neg() else None
+
+
+def copied(x: Tensor, *, negated: bool) -> Tensor:
+    """x or -x in new, aligned memory, its last dimension contiguous and padded with zeros to a multiple of 8.
+
+    An axis that repeats (stride 0), such as a key/value head expanded to many, repeats in the copy.
+    """
+    repeats = [stride == 0 for stride in x.stride()[:3]]
+    once = x[tuple(slice(0, 1) if repeat else slice(None) for repeat in repeats)]
+    head_dim = x.shape[3]
+    width = padded_head_dim(head_dim)
+    # Zeros: whatever stands there, times the other operand's zero, could be NaN.
+    copy = (once.new_empty if width == head_dim else once.new_zeros)((*once.shape[:3], width))
+    values = copy[..., :head_dim]
+    if negated:
+        torch.neg(once, out=values)
+    else:
+        values.copy_(once)
+    return copy.expand(*x.shape[:3], width)
