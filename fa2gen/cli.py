@@ -28,6 +28,7 @@ COMMANDS = {
     "tune": "Find the fastest configs for a GPU and save them.",
     "emit": "Write CUDA files, a manifest and a C++ program that launches them.",
     "verify": "Check kernels against the float64 reference.",
+    "bench": "Measure kernel and host time beside the attention libraries found here.",
     "explain": "Show what bounds a kernel on a GPU, and which configs are legal.",
     "list": "List GPUs or kernels.",
     "table": "Show, check and gate tuned tables.",

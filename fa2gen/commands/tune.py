@@ -22,7 +22,7 @@ _ALL = (512, 1024, 2048, 4096, 8192, 16384)
 _DEFAULT = "512,2048,8192"
 
 
-def _parse_sizes(text: str) -> _Lengths:
+def parse_sizes(text: str) -> _Lengths:
     """``"512,1x8192"`` to ((512, 512), (1, 8192)); repeats count once."""
     sizes: list[tuple[int, int]] = []
     for word in text.split(","):
@@ -53,7 +53,7 @@ def _finite(_ctx: click.Context, _param: click.Parameter, value: float | None) -
 @gpu_option("GPU to tune for. [default: the one found]")
 @click.option(
     "--buckets",
-    callback=lambda context, option, text: None if text is None else _parse_sizes(text),
+    callback=lambda context, option, text: None if text is None else parse_sizes(text),
     metavar="SIZES",
     help=f"Size classes, separated by commas: 512 (queries and keys), 1x8192 (queries x keys), or all: "
     f"{', '.join(map(str, _ALL))}. [default: {_DEFAULT}]",
@@ -135,7 +135,7 @@ def command(
     gpu = resolve_gpu(gpu_name)
     if seqlen_q is not None:
         buckets = ((seqlen_q, seqlen_q if seqlen_k is None else seqlen_k),)
-    requests = _requests(specs, _parse_sizes(_DEFAULT) if buckets is None else buckets)
+    requests = _requests(specs, parse_sizes(_DEFAULT) if buckets is None else buckets)
     from . import tune_output as output
 
     chosen = devices or None
