@@ -29,13 +29,12 @@ struct ProbeParams {
   gptr<u32> out;
   int which, extra;
 };
-constexpr int kThreads = 64;
 FUNC float as_float(u32 bits) { return bits_as<float>(bits); }
 FUNC u32 as_bits(float f) { return bits_as<u32>(f); }
 """
 
 
-def probe_source(bodies: Mapping[str, str], platform: str) -> KernelSource:
+def probe_source(bodies: Mapping[str, str], platform: str, num_threads: int = NUM_THREADS) -> KernelSource:
     """A kernel whose parameter ``which`` chooses one of the bodies, by its position.
 
     A body sees ``p`` (the parameters), ``tid``, ``warp``, ``lane`` and ``smem``.
@@ -54,7 +53,7 @@ def probe_source(bodies: Mapping[str, str], platform: str) -> KernelSource:
         *calls,
         "}",
     ]
-    body = "\n".join([_DECLARATIONS, *functions, *kernel, ""])
+    body = "\n".join([_DECLARATIONS, f"constexpr int kThreads = {num_threads};", *functions, *kernel, ""])
     root = data_dir("templates")
     types = (root / "common/types.cuh").read_text()
     if platform == "host":
@@ -68,14 +67,14 @@ def probe_source(bodies: Mapping[str, str], platform: str) -> KernelSource:
         text="\n".join((*headers, body)),
         body=body,
         entry=ENTRY,
-        num_threads=NUM_THREADS,
+        num_threads=num_threads,
         smem_bytes=SMEM_BYTES,
     )
 
 
-def probe_launch(which: int, grid: int = 1) -> Launch:
+def probe_launch(which: int, grid: int = 1, num_threads: int = NUM_THREADS) -> Launch:
     """The launch of one probe, with null pointers."""
-    return Launch((grid, 1, 1), NUM_THREADS, SMEM_BYTES, struct.pack("<QQii", 0, 0, which, 0))
+    return Launch((grid, 1, 1), num_threads, SMEM_BYTES, struct.pack("<QQii", 0, 0, which, 0))
 
 
 @dataclass(frozen=True)

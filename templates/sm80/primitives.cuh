@@ -135,6 +135,40 @@ FUNC void sync_warp() { asm volatile("bar.warp.sync 0xffffffff;" ::: "memory"); 
 // Named barriers 1 to 15; threads counts those that sync and those that arrive, a multiple of 32.
 FUNC void bar_sync(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 FUNC void bar_arrive(int id, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+// A barrier of the block; true for every thread if the predicate is for any.
+FUNC bool sync_threads_or(bool predicate) {
+  u32 any;
+  asm volatile("{ .reg .pred p; setp.ne.u32 p, %1, 0; bar.red.or.pred p, 0, p; selp.u32 %0, 1, 0, p; }"
+               : "=r"(any)
+               : "r"(u32(predicate))
+               : "memory");
+  return any != 0;
+}
+
+// Barriers in shared memory: 8 bytes at a multiple of 8. A phase completes with its count-th arrival, and the next one
+// begins; phases have parity 0, 1, 0, ...
+
+// One thread initialises; others may use it after a barrier of the block.
+FUNC void mbarrier_init(u32 address, int count) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(address), "r"(count) : "memory");
+}
+// Releases what this thread read and wrote.
+FUNC void mbarrier_arrive(u32 address) {
+  asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(address) : "memory");
+}
+// An arrival once all earlier cp.async of this thread have landed. It releases them, nothing else of the thread.
+FUNC void cp_async_mbarrier_arrive(u32 address) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(address) : "memory");
+}
+// Waits for the phase of this parity; returns at once in a phase of the other one. Acquires what its arrivals release.
+FUNC void mbarrier_wait(u32 address, u32 parity) {
+  asm volatile(
+      "{ .reg .pred done; "
+      "spin: mbarrier.test_wait.parity.shared.b64 done, [%0], %1; "
+      "@!done bra spin; }" ::"r"(address),
+      "r"(parity)
+      : "memory");
+}
 
 // Warp collectives: all 32 lanes, at one place in the text.
 

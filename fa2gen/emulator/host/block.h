@@ -3,6 +3,7 @@
 #pragma once
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 #include <exception>
 #include <memory>
 #include <string>
@@ -12,77 +13,14 @@
 #include "context.h"
 #include "counters.h"
 #include "diagnostic.h"
+#include "fiber.h"
 #include "global_memory.h"
-#include "numerics.h"
+#include "mbarriers.h"
 #include "runtime.h"
 #include "shared_memory.h"
 #include "stacks.h"
 
 namespace emulator {
-
-struct Options {
-  uint64_t seed = 1;
-  bool random_schedule = true;  // any ready fiber next; otherwise mostly the one made ready last, which is faster
-  bool checks = true;           // the shadow of shared memory; cp.async lands late and memory is poisoned either way
-};
-
-enum class Operation : uint8_t {
-  kNone,
-  kShflXor,
-  kAnyLane,
-  kAllLanes,
-  kLdmatrix,
-  kLdmatrixTrans,
-  kMmaBf16,
-  kMmaFp16,
-  kSyncWarp,
-  kSyncThreads,
-  kBarSync,
-  kBarArrive
-};
-inline const char* operation_name(Operation operation) {
-  static const char* const names[] = {"nothing",     "shfl_xor",          "any_lane",           "all_lanes",
-                                      "ldmatrix_x4", "ldmatrix_x4_trans", "mma_m16n8k16<bf16>", "mma_m16n8k16<fp16>",
-                                      "sync_warp",   "sync_threads",      "bar_sync",           "bar_arrive"};
-  return names[int(operation)];
-}
-
-struct AsyncCopy {
-  unsigned dst;
-  int valid_bytes;
-  unsigned group;
-  const void* src;
-  Site site;
-};
-
-struct Fiber {
-  Context context;
-  unsigned tid = 0;
-  bool done = false;
-  Operation waits = Operation::kNone;  // the collective that it is blocked in
-  Site site{0};                        // the primitive that it executed last
-  const char* trace_name = nullptr;
-  int trace_value = 0;
-  unsigned groups_committed = 0;
-  std::vector<AsyncCopy> copies;  // in issue order, not landed
-};
-
-struct Warp {
-  Operation operation = Operation::kNone;
-  Site site{0};
-  unsigned arrived = 0;
-  int barrier_id = -1, barrier_threads = 0;
-  Lane lanes[kWarpSize];
-  uint32_t clock[kMaxWarps] = {};  // see shared_memory.h
-};
-
-struct Barrier {
-  int expected = 0, arrived = 0;
-  Operation operation = Operation::kNone;
-  Site site{0};
-  uint32_t waiting = 0;             // a bit for each warp
-  uint32_t joined[kMaxWarps] = {};  // the newest epoch of each warp that has arrived, directly or through another
-};
 
 class Block {
  public:
@@ -103,6 +41,7 @@ class Block {
         shared(shared_bytes, num_threads / kWarpSize, how.checks),
         num_threads_(num_threads),
         num_warps_(num_threads / kWarpSize),
+        mbarriers_(shared, num_threads, how.checks),
         fibers_(num_threads),
         warps_(num_warps_),
         conflicts_(num_warps_),
@@ -115,6 +54,8 @@ class Block {
     random_ = (options.seed * 0x9e3779b97f4a7c15ull) ^ (number * 0xbf58476d1ce4e5b9ull) ^ 0x94d049bb133111ebull;
     shared.reset();
     std::fill(barriers_, barriers_ + kNumBarriers, Barrier{});
+    mbarriers_.reset();
+    arrivals_.clear();
     failure_.reset();
     num_ready_ = 0, alive_ = num_threads_;
     for (unsigned w = 0; w < num_warps_; w++) {
@@ -126,6 +67,7 @@ class Block {
       f.tid = t, f.done = false, f.waits = Operation::kNone, f.site = Site{0};
       f.trace_name = nullptr, f.groups_committed = 0;
       f.copies.clear();
+      f.clock = ThreadClock{}, f.batches = CopyBatches{};
       stacks_.poison(int(t));
       f.context.prepare(stacks_.stack(int(t)), StackPool::kBytes, fiber_main);
       ready_[num_ready_++] = t;
@@ -145,7 +87,16 @@ class Block {
   unsigned lane_index() const { return current->tid % kWarpSize; }
   Warp& warp() { return warps_[warp_index()]; }
   Lane& lane() { return warp().lanes[lane_index()]; }
-  Accessor accessor() { return {current->tid, warp().clock}; }
+  Accessor accessor() { return {current->tid, num_threads_, warp().clock, &current->clock}; }
+  Accessor accessor(unsigned tid) { return {tid, num_threads_, warps_[tid / kWarpSize].clock, &fibers_[tid].clock}; }
+  // Reads of an ldmatrix by this warp follow.
+  void begin_collective() {
+    if (!shared.tracks_lanes()) return;
+    LaneReads::Epochs epochs;
+    const unsigned w = warp_index();
+    for (unsigned l = 0; l < kWarpSize; l++) epochs[l] = accessor(w * kWarpSize + l).epoch();
+    shared.begin_collective(w, epochs);
+  }
   BankConflicts& conflicts() { return conflicts_[warp_index()]; }
   const StackPool& stacks() const { return stacks_; }
 
@@ -172,8 +123,24 @@ class Block {
         return;
       }
     }
-    if (num_ready_ == 0) throw deadlock();
-    switch_to(pick());
+    switch_to(next());
+  }
+
+  // The lanes of a warp, all of which are here, synchronise: what one knows all know, and an epoch ends.
+  void synchronise(unsigned warp) {
+    if (!mbarriers_.empty()) {
+      Fiber* lanes = &fibers_[warp * kWarpSize];
+      Knowledge all;
+      for (unsigned l = 0; l < kWarpSize; l++) all.join(lanes[l].clock.known);
+      uint32_t ahead = 0;
+      for (unsigned l = 0; l < kWarpSize; l++) {
+        ahead = std::max(ahead, lanes[l].clock.ahead);
+        lanes[l].clock.ahead = 0;
+        lanes[l].clock.known = all;
+      }
+      warps_[warp].clock[warp] += ahead;
+    }
+    warps_[warp].clock[warp]++;
   }
 
   void barrier(Operation operation, int id, int threads) {
@@ -185,6 +152,30 @@ class Block {
     rendezvous(operation, id, threads, [&](Warp& w) { return arrive(w, operation, id, threads); });
   }
 
+  // ---- mbarriers
+
+  void mbarrier_init(unsigned address, int count) { mbarriers_.init(address, count, accessor(), current->site); }
+  void mbarrier_arrive(unsigned address);
+  void cp_async_mbarrier_arrive(unsigned address);
+  void mbarrier_wait(unsigned address, unsigned parity);
+
+  // Lands the copies of a thread up to the given batch, or those that cp_async_wait covers.
+  template <class Covered>
+  void land_copies(Fiber& f, Covered covered) {
+    size_t landed = 0;
+    for (; landed < f.copies.size() && covered(f.copies[landed]); landed++) {
+      const AsyncCopy& copy = f.copies[landed];
+      uint8_t* to = shared.at(copy.dst);
+      std::memset(to, 0, 16);
+      std::memcpy(to, copy.src, size_t(copy.valid_bytes));
+      if (copy.batch)
+        shared.land(copy.dst, copy.batch);
+      else
+        shared.land(copy.dst, accessor(f.tid));
+    }
+    f.copies.erase(f.copies.begin(), f.copies.begin() + long(landed));
+  }
+
   // Where the current fiber, or thread `tid`, is: the head of every report.
   std::string where(unsigned tid) const {
     const Fiber& f = fibers_[tid];
@@ -194,6 +185,10 @@ class Block {
 
  private:
   static constexpr int kNumBarriers = 16;
+
+  static bool of_whole_block(Operation operation) {
+    return operation == Operation::kSyncThreads || operation == Operation::kSyncThreadsOr;
+  }
 
   // The whole warp has reached a barrier.
   bool arrive(Warp& w, Operation operation, int id, int threads) {
@@ -207,7 +202,7 @@ class Block {
         throw Diagnostic("barrier-count", format("barrier %d with %d threads, but with %d at %s", id, threads,
                                                  b.expected, site_name(b.site).c_str()));
       // A block-wide barrier that pairs two places in the text means that a warp skipped one of them.
-      if ((operation == Operation::kSyncThreads || b.operation == Operation::kSyncThreads) && b.site != w.site)
+      if ((of_whole_block(operation) || of_whole_block(b.operation)) && b.site != w.site)
         throw Diagnostic("barrier-site",
                          format("%s meets other warps' %s at %s: a warp skipped a barrier", operation_name(operation),
                                 operation_name(b.operation), site_name(b.site).c_str()));
@@ -215,8 +210,12 @@ class Block {
     b.arrived += kWarpSize;
     if (b.arrived > b.expected)
       throw Diagnostic("barrier-count", format("barrier %d: more than %d threads arrived", id, b.expected));
-    for (unsigned u = 0; u < num_warps_; u++) b.joined[u] = std::max(b.joined[u], w.clock[u]);
-    w.clock[me]++;
+    synchronise(me);
+    for (unsigned u = 0; u < num_warps_; u++)
+      b.joined[u] = std::max(b.joined[u], u == me ? w.clock[u] - 1 : w.clock[u]);
+    if (!mbarriers_.empty()) b.known.join(fibers_[me * kWarpSize].clock.known);
+    if (operation == Operation::kSyncThreadsOr)
+      for (const Lane& lane : w.lanes) b.any |= lane.a[0] != 0;
     const bool waits = operation != Operation::kBarArrive;
     if (waits) b.waiting |= 1u << me;
     if (b.arrived < b.expected) return !waits;
@@ -224,6 +223,9 @@ class Block {
       if (!(b.waiting >> u & 1)) continue;
       for (unsigned v = 0; v < num_warps_; v++)
         if (v != u) warps_[u].clock[v] = std::max(warps_[u].clock[v], b.joined[v]);
+      if (!mbarriers_.empty())
+        for (unsigned l = 0; l < kWarpSize; l++) fibers_[u * kWarpSize + l].clock.known.join(b.known);
+      warps_[u].any = b.any;
       if (u != me) release(u, nullptr);
     }
     b = Barrier{};
@@ -249,8 +251,9 @@ class Block {
   }
 
   void check_exit() const {
-    if (!options.checks || current->copies.empty()) return;
-    const AsyncCopy& first = current->copies[0];
+    if (!options.checks || current->copies.empty() || current->copies.back().batch) return;
+    const AsyncCopy& first = *std::find_if(current->copies.begin(), current->copies.end(),
+                                           [](const AsyncCopy& copy) { return copy.batch == 0; });
     throw Diagnostic(
         "cp-async-left-at-exit",
         format("the thread ends with %zu cp.async not waited for, the first issued at %s%s", current->copies.size(),
@@ -267,10 +270,31 @@ class Block {
     current->done = true;
     alive_--;
     failure_ = std::move(failure);
-    if (!failure_ && alive_ > 0 && num_ready_ == 0) failure_ = std::make_unique<Diagnostic>(deadlock());
-    if (failure_ || alive_ == 0) Context::switch_from_to(current->context, main_);
-    switch_to(pick());
+    Fiber* following = nullptr;
+    if (!failure_ && alive_ > 0) {
+      try {
+        following = next();
+      } catch (const Diagnostic& d) {
+        failure_ = std::make_unique<Diagnostic>(located(d));
+      }
+    }
+    if (!following) Context::switch_from_to(current->context, main_);
+    switch_to(following);
     __builtin_unreachable();
+  }
+
+  void arrive(Mbarrier& m, const Knowledge& known, const char* what, unsigned tid);
+  void land_one();
+  Diagnostic deadlock() const;
+
+  // The fiber to run next.
+  Fiber* next() {
+    if (!arrivals_.empty() && options.random_schedule && random_ % 64 == 0) land_one();
+    while (num_ready_ == 0) {
+      if (arrivals_.empty()) throw deadlock();
+      land_one();
+    }
+    return pick();
   }
 
   Fiber* pick() {
@@ -300,36 +324,13 @@ class Block {
     }
   }
 
-  // No fiber can run: says who waits for what.
-  Diagnostic deadlock() const {
-    std::string text = format("block (%u,%u,%u): no thread can run", index_.x, index_.y, index_.z);
-    for (int id = 0; id < kNumBarriers; id++)
-      if (barriers_[id].arrived)
-        text += format("\n  barrier %d: %d of %d threads arrived, first at %s", id, barriers_[id].arrived,
-                       barriers_[id].expected, site_name(barriers_[id].site).c_str());
-    for (unsigned w = 0; w < num_warps_; w++) {
-      for (unsigned first = 0; first < kWarpSize;) {  // runs of lanes in the same state
-        const Fiber& f = fibers_[w * kWarpSize + first];
-        unsigned end = first + 1;
-        for (; end < kWarpSize; end++) {
-          const Fiber& other = fibers_[w * kWarpSize + end];
-          if (other.done != f.done || (!f.done && (other.site != f.site || other.waits != f.waits))) break;
-        }
-        text += format("\n  warp %u lanes %u-%u: ", w, first, end - 1);
-        text +=
-            f.done ? "ended"
-                   : format("in %s at %s%s", operation_name(f.waits), site_name(f.site).c_str(), trace_text(f).c_str());
-        first = end;
-      }
-    }
-    return Diagnostic("deadlock", text, Diagnostic::kWholeBlock);
-  }
-
   static std::string trace_text(const Fiber& f) {
     return f.trace_name ? format(" [%s %d]", f.trace_name, f.trace_value) : std::string();
   }
 
   const unsigned num_threads_, num_warps_;
+  Mbarriers mbarriers_;
+  std::vector<AsyncArrival> arrivals_;  // that have not happened
   const void* params_ = nullptr;
   Dim3 index_;
   std::vector<Fiber> fibers_;

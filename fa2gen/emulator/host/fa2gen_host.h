@@ -90,6 +90,13 @@ inline void bar_arrive(int id, int threads, EMULATOR_SITE) {
   emulator::barrier(emulator::BarrierKind::kBarArrive, id, threads, site);
 }
 
+inline bool sync_threads_or(bool predicate, EMULATOR_SITE) { return emulator::sync_threads_or(predicate, site); }
+
+inline void mbarrier_init(u32 address, int count, EMULATOR_SITE) { emulator::mbarrier_init(address, count, site); }
+inline void mbarrier_arrive(u32 address, EMULATOR_SITE) { emulator::mbarrier_arrive(address, site); }
+inline void cp_async_mbarrier_arrive(u32 address, EMULATOR_SITE) { emulator::cp_async_mbarrier_arrive(address, site); }
+inline void mbarrier_wait(u32 address, u32 parity, EMULATOR_SITE) { emulator::mbarrier_wait(address, parity, site); }
+
 // ---- Warp collectives
 
 template <class T>

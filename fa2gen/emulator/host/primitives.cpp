@@ -81,22 +81,19 @@ void cp_async16(unsigned dst, const void* src, int valid_bytes, Site site) {
   block.shared.write(dst, 16, block.accessor(), true, "cp_async16", site);
   block.conflicts().record(site, block.lane_index(), dst, 16, &block.counters.cp_async_conflicts);
   std::memset(block.shared.at(dst), 0xff, 16);
-  block.current->copies.push_back({dst, valid_bytes, block.current->groups_committed, src, site});
+  block.current->copies.push_back({dst, valid_bytes, block.current->groups_committed, 0, src, site});
 }
 void cp_async_commit() { Block::running->current->groups_committed++; }
 void cp_async_wait(unsigned pending) {
   Block& block = *Block::running;
   Fiber& fiber = *block.current;
-  size_t landed = 0;
-  for (; landed < fiber.copies.size(); landed++) {
-    const AsyncCopy& copy = fiber.copies[landed];
-    if (copy.group + pending >= fiber.groups_committed) break;
-    uint8_t* to = block.shared.at(copy.dst);
-    std::memset(to, 0, 16);
-    std::memcpy(to, copy.src, copy.valid_bytes);
-    block.shared.land(copy.dst, block.accessor());
+  auto waited = [&](unsigned group) { return group + pending < fiber.groups_committed; };
+  block.land_copies(fiber, [&](const AsyncCopy& copy) { return waited(copy.group); });
+  auto& batches = fiber.batches.not_waited;
+  while (!batches.empty() && waited(batches.front().group)) {
+    fiber.clock.known.raise(block.num_threads() + fiber.tid, batches.front().number);
+    batches.erase(batches.begin());
   }
-  fiber.copies.erase(fiber.copies.begin(), fiber.copies.begin() + landed);
 }
 
 // ---- Barriers
@@ -109,11 +106,22 @@ void barrier(BarrierKind kind, int id, int threads, Site site) {
 }
 void sync_warp(Site site) {
   Block& block = enter(site);
-  block.rendezvous(Operation::kSyncWarp, -1, 0, [&](Warp& warp) {
-    warp.clock[block.warp_index()]++;
+  block.rendezvous(Operation::kSyncWarp, -1, 0, [&](Warp&) {
+    block.synchronise(block.warp_index());
     return true;
   });
 }
+bool sync_threads_or(bool predicate, Site site) {
+  Block& block = enter(site);
+  block.lane().a[0] = predicate;
+  block.barrier(Operation::kSyncThreadsOr, 0, int(block.num_threads()));
+  return block.warp().any;
+}
+
+void mbarrier_init(unsigned address, int count, Site site) { enter(site).mbarrier_init(address, count); }
+void mbarrier_arrive(unsigned address, Site site) { enter(site).mbarrier_arrive(address); }
+void cp_async_mbarrier_arrive(unsigned address, Site site) { enter(site).cp_async_mbarrier_arrive(address); }
+void mbarrier_wait(unsigned address, unsigned parity, Site site) { enter(site).mbarrier_wait(address, parity); }
 
 // ---- Warp collectives: operands go to the lane's slot, the last lane to arrive computes for all.
 
@@ -153,11 +161,12 @@ void ldmatrix_x4(unsigned* r, unsigned row_address, bool trans, Site site) {
     block.counters.ldmatrix++;
     unsigned rows[4][8][4];  // matrix, row, pair of elements
     const unsigned first = block.warp_index() * kWarpSize;
+    block.begin_collective();
     for (unsigned m = 0; m < 4; m++) {
       unsigned columns = 0;  // which of the eight 16-byte groups of banks the 8 rows of one matrix touch
       for (unsigned i = 0; i < 8; i++) {
         const unsigned address = warp.lanes[m * 8 + i].a[0];
-        block.shared.read(address, 16, {first + m * 8 + i, warp.clock}, operation_name(operation), site, true);
+        block.shared.read(address, 16, block.accessor(first + m * 8 + i), operation_name(operation), site, true);
         std::memcpy(rows[m][i], block.shared.at(address), 16);
         columns |= 1u << address / 16 % 8;
       }

@@ -44,6 +44,12 @@ void cp_async_wait(unsigned pending);
 void barrier(BarrierKind kind, int id, int threads, Site site);
 int block_threads();
 void sync_warp(Site site);
+bool sync_threads_or(bool predicate, Site site);
+
+void mbarrier_init(unsigned address, int count, Site site);
+void mbarrier_arrive(unsigned address, Site site);
+void cp_async_mbarrier_arrive(unsigned address, Site site);
+void mbarrier_wait(unsigned address, unsigned parity, Site site);
 
 unsigned shfl_xor(unsigned value, int lane_mask, Site site);
 bool vote(Vote kind, bool predicate, Site site);

@@ -1,0 +1,102 @@
+// What a block does with its mbarriers, and what it says when no thread can run.
+#include "block.h"
+
+namespace emulator {
+
+void Block::mbarrier_arrive(unsigned address) {
+  Mbarrier& m = mbarriers_[mbarriers_.find(address, accessor(), "mbarrier_arrive")];
+  if (options.checks) accessor().publish(m.joining);
+  current->clock.ahead++;
+  arrive(m, current->clock.known, "mbarrier_arrive", current->tid);
+  // The only thread that arrives knows that it has completed the phase.
+  if (m.count == 1) current->clock.known.raise(m.agent, m.phase);
+}
+
+// The arrival comes when the copies land, which is when no thread can run without it; with a random schedule,
+// sometimes earlier.
+void Block::cp_async_mbarrier_arrive(unsigned address) {
+  const unsigned mbarrier = mbarriers_.find(address, accessor(), "cp_async_mbarrier_arrive");
+  CopyBatches& batches = current->batches;
+  // A batch for each group that the copies belong to, so that cp_async_wait can cover some of them.
+  const AsyncCopy* previous = nullptr;
+  for (AsyncCopy& copy : current->copies) {
+    if (copy.batch) continue;
+    if (!previous || previous->group != copy.group) batches.begin(copy.group);
+    copy.batch = batches.count;
+    previous = &copy;
+  }
+  AsyncArrival arrival{current->tid, mbarrier, batches.count, {}, current->site};
+  arrival.known.join(current->clock.known, 2 * size_t(num_threads_));
+  arrivals_.push_back(std::move(arrival));
+}
+
+void Block::mbarrier_wait(unsigned address, unsigned parity) {
+  const unsigned mbarrier = mbarriers_.find(address, accessor(), "mbarrier_wait");
+  if (parity > 1) throw Diagnostic("mbarrier-parity", format("the parity is %u; phases have parity 0 or 1", parity));
+  Mbarrier& m = mbarriers_[mbarrier];
+  if (m.phase % 2 != parity) {
+    current->clock.known.join(m.joined);
+    return;
+  }
+  m.waiters.push_back(current->tid);
+  current->waits = Operation::kMbarrierWait;
+  current->mbarrier = mbarrier, current->parity = parity;
+  switch_to(next());
+}
+
+// An arrival on an mbarrier. Completing the phase wakes all that wait: they wait for this phase.
+void Block::arrive(Mbarrier& m, const Knowledge& known, const char* what, unsigned tid) {
+  if (!mbarriers_.arrive(m, known, what, tid)) return;
+  for (unsigned waiter : m.waiters) {
+    Fiber& f = fibers_[waiter];
+    f.clock.known.join(m.joined);
+    f.waits = Operation::kNone;
+    ready_[num_ready_++] = waiter;
+  }
+  m.waiters.clear();
+}
+
+// One asynchronous arrival happens, its thread's copies having landed.
+void Block::land_one() {
+  const size_t i = options.random_schedule ? random_ % arrivals_.size() : 0;
+  const AsyncArrival arrival = std::move(arrivals_[i]);
+  arrivals_.erase(arrivals_.begin() + long(i));
+  land_copies(fibers_[arrival.tid], [&](const AsyncCopy& c) { return c.batch && c.batch <= arrival.batch; });
+  Mbarrier& m = mbarriers_[arrival.mbarrier];
+  m.joining.join(arrival.known);
+  m.joining.raise(num_threads_ + arrival.tid, arrival.batch);
+  arrive(m, arrival.known, "cp_async_mbarrier_arrive", arrival.tid);
+}
+
+// No fiber can run: says who waits for what.
+Diagnostic Block::deadlock() const {
+  std::string text = format("block (%u,%u,%u): no thread can run", index_.x, index_.y, index_.z);
+  for (int id = 0; id < kNumBarriers; id++)
+    if (barriers_[id].arrived)
+      text += format("\n  barrier %d: %d of %d threads arrived, first at %s", id, barriers_[id].arrived,
+                     barriers_[id].expected, site_name(barriers_[id].site).c_str());
+  for (const Mbarrier& m : mbarriers_.all())
+    if (!m.waiters.empty()) text += "\n  " + mbarriers_.state(m);
+  for (unsigned w = 0; w < num_warps_; w++) {
+    for (unsigned first = 0; first < kWarpSize;) {  // runs of lanes in the same state
+      const Fiber& f = fibers_[w * kWarpSize + first];
+      unsigned end = first + 1;
+      for (; end < kWarpSize; end++) {
+        const Fiber& other = fibers_[w * kWarpSize + end];
+        if (other.done != f.done) break;
+        if (!f.done && (other.site != f.site || other.waits != f.waits)) break;
+        if (f.waits == Operation::kMbarrierWait && (other.mbarrier != f.mbarrier || other.parity != f.parity)) break;
+      }
+      text += format("\n  warp %u lanes %u-%u: ", w, first, end - 1);
+      text += f.done
+                  ? "ended"
+                  : format("in %s at %s%s", operation_name(f.waits), site_name(f.site).c_str(), trace_text(f).c_str());
+      if (!f.done && f.waits == Operation::kMbarrierWait)
+        text += format(" for parity %u of %s", f.parity, shared.place(mbarriers_.all()[f.mbarrier].address).c_str());
+      first = end;
+    }
+  }
+  return Diagnostic("deadlock", text, Diagnostic::kWholeBlock);
+}
+
+}  // namespace emulator

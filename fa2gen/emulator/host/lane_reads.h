@@ -1,0 +1,86 @@
+// Who read each word of shared memory since it was written, lane by lane: kept once a block has an mbarrier, which
+// orders single threads. Before that, the newest epoch of each warp is enough (shared_memory.h).
+#pragma once
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <vector>
+
+#include "thread_clock.h"
+
+namespace emulator {
+
+class LaneReads {
+ public:
+  using Epochs = std::array<uint32_t, kWarpSize>;
+
+  bool active() const { return !slots_.empty(); }
+  void stop() { slots_.clear(), lanes_.clear(), collectives_.clear(); }
+  void start(size_t words, unsigned num_warps) {
+    num_warps_ = num_warps;
+    slots_.assign(words * num_warps, Slot{});
+    lanes_.assign(1, Epochs{});
+    collectives_.assign(num_warps, std::vector<Epochs>(1));
+  }
+
+  // The epochs of a warp's lanes at an ldmatrix, whose reads follow.
+  void begin_collective(unsigned warp, const Epochs& epochs) {
+    if (collectives_[warp].back() != epochs) collectives_[warp].push_back(epochs);
+  }
+
+  void read(size_t word, Accessor who, bool collective) {
+    Slot& slot = slots_[word * num_warps_ + who.warp()];
+    if (collective) {  // by every lane, and later than any other ldmatrix of the warp
+      slot.collective = uint32_t(collectives_[who.warp()].size()) - 1;
+      const Epochs& epochs = collectives_[who.warp()].back();
+      slot.newest = std::max(slot.newest, *std::max_element(epochs.begin(), epochs.end()));
+      return;
+    }
+    if (slot.lanes == 0) {
+      slot.lanes = uint32_t(lanes_.size());
+      lanes_.emplace_back();
+      lanes_.back().fill(0);
+    }
+    lanes_[slot.lanes][who.tid % kWarpSize] = who.epoch();
+    slot.newest = std::max(slot.newest, who.epoch());
+  }
+
+  // A warp with a read of the word that is not ordered before now, or -1. A store does not overtake an ldmatrix of its
+  // own warp.
+  int unordered(size_t word, Accessor who) const {
+    for (unsigned w = 0; w < num_warps_; w++) {
+      const Slot& slot = slots_[word * num_warps_ + w];
+      if (slot.newest <= who.known_of_warp(w)) continue;
+      for (unsigned l = 0; l < kWarpSize; l++) {
+        const unsigned thread = w * kWarpSize + l;
+        if (thread == who.tid) continue;
+        if (!who.knows(thread, lanes_[slot.lanes][l])) return int(w);
+        if (w != who.warp() && !who.knows(thread, collectives_[w][slot.collective][l])) return int(w);
+      }
+    }
+    return -1;
+  }
+
+  // The word is written: reads before are ordered before that, and so before what follows the write.
+  void forget(size_t word) {
+    for (unsigned w = 0; w < num_warps_; w++) {
+      Slot& slot = slots_[word * num_warps_ + w];
+      if (slot.newest == 0) continue;
+      slot.newest = slot.collective = 0;
+      if (slot.lanes) lanes_[slot.lanes].fill(0);
+    }
+  }
+
+ private:
+  struct Slot {
+    uint32_t newest = 0, lanes = 0,
+             collective = 0;  // the newest epoch of any lane; places in the lists below, 0 for none
+  };
+
+  unsigned num_warps_ = 0;
+  std::vector<Slot> slots_;    // [word][warp]
+  std::vector<Epochs> lanes_;  // of plain reads, the newest of each lane
+  std::vector<std::vector<Epochs>> collectives_;  // [warp]: epochs at its ldmatrix, one for each change
+};
+
+}  // namespace emulator
