@@ -176,7 +176,8 @@ def _xformers() -> Implementation:
         def grouped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             q_5d = q.unflatten(2, (kv_heads, group))
             k_5d, v_5d = (x.unsqueeze(3).expand(-1, -1, -1, group, -1) for x in (k, v))
-            return attend(q_5d, k_5d, v_5d, attn_bias=bias).flatten(2, 3)
+            out: Tensor = attend(q_5d, k_5d, v_5d, attn_bias=bias)
+            return out.flatten(2, 3)
 
         return grouped
 

@@ -1,0 +1,96 @@
+"""A machine without a GPU that a benchmark can run on, and rows made by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from fa2gen.bench.cells import Cell
+from fa2gen.bench.machine import Ready
+from fa2gen.bench.peers import Call, Implementation
+from fa2gen.bench.rows import Benchmark, HostRow, Outcome, Refusal, Row, Timing
+from fa2gen.problem import Problem
+from fa2gen.runtime import attention
+from fa2gen.spec import KernelSpec
+from fa2gen.tables import Clocks
+
+
+class FakeMachine:
+    """Runs on the CPU; the times are those it was given, by implementation."""
+
+    device = "cpu"
+    l2_bytes = 1 << 16
+
+    def __init__(self, ms: dict[str, float]) -> None:
+        self._ms = ms
+        self.calls: list[int] = []
+
+    def synchronize(self) -> None:
+        pass
+
+    def provenance(self) -> dict[str, Any]:
+        return {"gpu": "FakeGPU", "utc": "2030-01-02T03:04:05+00:00"}
+
+    def kernel_times(
+        self, ready: dict[str, Ready], calls: int, rounds: int
+    ) -> tuple[dict[str, list[float] | Refusal], Clocks | None]:
+        self.calls.append(calls)
+        return {name: [self._ms[name] * (1 + i / 100) for i in range(rounds)] for name in ready}, Clocks(
+            1500, 1400, 1600
+        )
+
+    def host_times(self, ready: dict[str, Ready], stream: str, bursts: int) -> dict[str, list[float]]:
+        return {name: [10 * self._ms[name]] * bursts for name in ready}
+
+
+def peer(
+    name: str, compute: Callable[[Cell, Tensor, Tensor, Tensor], Tensor], heads_first: bool = False
+) -> Implementation:
+    """An implementation that computes each call with ``compute``, on tensors of its own layout."""
+
+    def prepare(cell: Cell, *_: Tensor) -> Call:
+        return lambda q, k, v: compute(cell, q, k, v)
+
+    return Implementation(name, "1.0", prepare, heads_first)
+
+
+def right(cell: Cell, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """What a right peer computes."""
+    out = attention(q, k, v, causal=cell.spec.causal)
+    assert isinstance(out, Tensor)
+    return out
+
+
+def row(head_dim: int, causal: bool, seqlen: int, data: str = "normal", **ms: float | str) -> Row:
+    """A row with these times; text is the reason of a refusal."""
+    cell = Cell(KernelSpec(head_dim=head_dim, causal=causal), Problem(16384 // seqlen, seqlen, seqlen, 4, 4), data)
+    outcomes: dict[str, Outcome] = {
+        name: Refusal(time) if isinstance(time, str) else Timing(time, 0.99 * time, 1.02 * time, 7)
+        for name, time in ms.items()
+    }
+    return Row(cell, "sm80_64x64s64_w2_st1_qs_guarded_mb2", "exact", "measured", False, 0, None, outcomes)
+
+
+def benchmark() -> Benchmark:
+    """Two kernels at two lengths, a peer that is slower, one that is faster once and refuses once, one not here."""
+    rows = [
+        row(64, False, 512, fa2gen=1.0, fa2=1.2, cudnn=0.8),
+        row(64, False, 1024, fa2gen=1.0, fa2=1.5, cudnn=1.25),
+        row(64, True, 512, fa2gen=0.5, fa2=0.6, cudnn="RuntimeError: no such kernel"),
+        row(64, True, 1024, fa2gen=0.5, fa2=0.75, cudnn=0.4),
+    ]
+    host_cell = Cell(KernelSpec(head_dim=64), Problem(1, 64, 64, 1, 1))
+    host = [
+        HostRow(host_cell, stream, {"fa2gen": Timing(13.6, 13.5, 13.9, 50), "fa2": Timing(27.2, 27.0, 28.0, 50)})
+        for stream in ("default", "side")
+    ]
+    return Benchmark(
+        provenance={"gpu": "NVIDIA H200", "driver": "580.1", "torch": "2.11", "utc": "2030-01-02T03:04:05+00:00"},
+        titles={"fa2gen": "this version", "fa2": "SDPA", "cudnn": "cuDNN (SDPA)", "fa3": "FlashAttention-3"},
+        versions={"fa2gen": "0.1.0", "fa2": "2.11", "cudnn": "9.19"},
+        missing={"fa3": "not installed: there is no module flash_attn_interface"},
+        rows=rows,
+        host=host,
+    )
