@@ -130,9 +130,9 @@ def kernels(gpu_name: str | None, as_json: bool) -> None:
     for row in rows:
         click.echo(f"{row['kind']}, family {row['family']}")
         low, high = row["head_dims"]
-        natives = " and ".join(map(str, row["native_head_dims"]))
+        *narrower, widest = row["native_head_dims"]
         lines = {
-            "head dims": f"{low} to {high}; tiles are {natives} columns wide",
+            "head dims": f"{low} to {high}; tiles are {', '.join(map(str, narrower))} or {widest} columns wide",
             "dtypes": f"{', '.join(row['dtypes'])}; sums, softmax and log-sum-exp in float32",
             "masks": f"{', '.join(row['masks'])} (bottom-right)",
             "heads": f"1 to {row['max_gqa_ratio']} query heads per key/value head",

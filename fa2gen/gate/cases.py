@@ -193,12 +193,23 @@ def _adversaries(cases: _Cases, config: FwdConfig) -> None:
 def _extremes(spec: KernelSpec) -> tuple[tuple[float, float], float, float]:
     """Elements that make gigantic logits, factor of v near the dtype's limit, and a logit lead short of a repair.
 
-    The two elements differ in how float32 rounds logit * scale, up or down: where a kernel cancels against the rounded
-    product, one makes every weight infinite and the other 0. That holds at the head dims 1, 8, 64, 96 and 128.
-    bf16: 133120 is exact and gives logits of 1e11; 2^100 leaves normal draws and their sums within float32, but not
-    times e^30, where a reference that is never renewed has p of up to 1e13.
+    bf16: 2^100 leaves normal draws and their sums within float32, but not times e^30, where a reference that is never
+    renewed has p of up to 1e13.
     """
-    return ((60000.0, 61024.0), 2.0**13, 8.0) if spec.dtype == "fp16" else ((133120.0, 150528.0), 2.0**100, 30.0)
+    return (_huge_elements(spec), 2.0**13, 8.0) if spec.dtype == "fp16" else (_huge_elements(spec), 2.0**100, 30.0)
+
+
+def _huge_elements(spec: KernelSpec) -> tuple[float, float]:
+    """Two elements whose logit times scale float32 rounds up and down the most: about 1e10 in fp16, 3e11 in bf16.
+
+    Where a kernel cancels against the rounded product, one makes every weight infinite and the other 0. Elements have 8
+    significant bits, so that a logit, head_dim times their square, is exact however it is summed.
+    """
+    element = torch.arange(128, 256, dtype=torch.float64) * (2.0**8 if spec.dtype == "fp16" else 2.0**10)
+    scale_log2 = torch.tensor(math.log2(math.e) / math.sqrt(spec.head_dim)).float().double()
+    product = spec.head_dim * element.square() * scale_log2
+    rounding = (product.float().double() - product) / product
+    return float(element[rounding.argmax()]), float(element[rounding.argmin()])
 
 
 def make_inputs(spec: KernelSpec, case: GateCase, device: str | torch.device = "cpu") -> tuple[Tensor, Tensor, Tensor]:

@@ -90,10 +90,8 @@ def test_specs_of_the_options() -> None:
     [
         ("0", ("head_dim", "at least 1")),
         ("-1", ("head_dim", "at least 1")),
-        ("264", ("head_dim 264", "1 to 128")),
-        ("136", ("head_dim 136", "1 to 128", "planned")),
-        ("192", ("head_dim 192", "1 to 128", "planned")),
-        ("256", ("head_dim 256", "1 to 128", "planned")),
+        ("257", ("head_dim 257", "1 to 256")),
+        ("264", ("head_dim 264", "1 to 256")),
     ],
 )
 def test_bad_head_dim(command: str, head_dim: str, words: tuple[str, ...], tmp_path: Path) -> None:

@@ -113,7 +113,7 @@ def test_explain_without_a_gpu_takes_a100() -> None:
     ("arguments", "code", "words"),
     [
         (["--headdim", "0"], 1, ("head_dim", "at least 1")),
-        (["--headdim", "256"], 1, ("head_dim 256", "1 to 128")),
+        (["--headdim", "264"], 1, ("head_dim 264", "1 to 256")),
         (["--headdim", "x"], 2, ("--headdim", "'x'")),
         ([], 2, ("--headdim",)),
         (["--headdim", "64", "--dtype", "fp8"], 2, ("--dtype", "fp16", "bf16")),

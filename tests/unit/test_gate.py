@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from torch import Tensor
 from fa2gen.errors import ArgumentError
 from fa2gen.gate import GateCase, GateReport, check_forward, forward_cases, make_inputs, run_gate
 from fa2gen.problem import Problem
+from fa2gen.reference import attention_forward
 from fa2gen.spec import FwdConfig, KernelSpec
 
 CONFIG = FwdConfig(block_m=128, block_n=64, step_n=64)
@@ -68,6 +70,8 @@ SPECS = [
     KernelSpec(head_dim=40, dtype="bf16", causal=True, gqa_ratio=4),
     KernelSpec(head_dim=59, dtype="fp16", gqa_ratio=7, alignment=2),
     KernelSpec(head_dim=1, dtype="bf16", alignment=2),
+    KernelSpec(head_dim=200, dtype="fp16"),
+    KernelSpec(head_dim=256, dtype="bf16", causal=True),
 ]
 
 
@@ -241,6 +245,25 @@ def test_quick_is_cheap_enough_to_emulate() -> None:
     assert tiles * 1024 < 500_000
 
 
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_constant_logits_round_both_ways(dtype: str) -> None:
+    """At every head dim: an exponent s c minus the rounded m c gives weights of inf for one and of 0 for the other."""
+    for head_dim in range(1, 257):
+        spec = KernelSpec(head_dim=head_dim, dtype=dtype, alignment=2)
+        elements = [case.amount for case in forward_cases(spec, CONFIG, budget="quick") if case.data == "constant"]
+        exponents = []
+        for element in elements:
+            score = np.float32(head_dim * element * element)
+            assert float(score) == head_dim * element * element
+            scale_log2 = np.float32(math.log2(math.e) / math.sqrt(head_dim))
+            exponents.append(float(score) * float(scale_log2) - float(score * scale_log2))
+        assert len(exponents) == 2
+        assert max(exponents) > 128
+        assert min(exponents) < -16
+        q, _, _ = make_inputs(spec, GateCase(Problem(1, 1, 1, 1, 1), "constant", 1.0, elements[0]))
+        assert (q == elements[0]).all()
+
+
 def test_guarded_softmax_is_provoked() -> None:
     """Cases make a later block lead the first visited one by more than float32's exponent, from either end."""
     spec = KernelSpec(head_dim=64)
@@ -255,6 +278,21 @@ def test_guarded_softmax_is_provoked() -> None:
             lead = (scores.amax(-1) - first.amax(-1)).max().item()
             leads[direction] = max(leads[direction], lead)
     assert min(leads.values()) > 100
+
+
+def test_an_lse_of_cancelling_terms() -> None:
+    """The halves of 256 columns cancel, all but 124 of 3068: a float32 sum of such terms is not good to 1e-6."""
+    q, k, v = (torch.ones(1, 1, 1, 256, dtype=torch.bfloat16) for _ in range(3))
+    k[..., :128], k[..., 128:], k[..., 0] = 192.0, -184.0, 1152.0
+    _, ref = attention_forward(q, k, v)
+    terms = float((q * k).double().abs().sum()) / 16
+    assert 100 < float(ref.abs()) < terms / 20
+    for error, passes in ((0.9, True), (1.1, False)):
+        lse = (ref + error * 2.0**-23 * terms).float()
+        assert check_forward(v, lse, q, k, v, causal=False).passed is passes
+    assert not check_forward(v, ref.float() + 1.0, q, k, v, causal=False).passed
+    for wrong in (math.inf, -math.inf, math.nan):
+        assert not check_forward(v, torch.full_like(ref, wrong).float(), q, k, v, causal=False).passed
 
 
 def test_unknown_names_raise() -> None:
