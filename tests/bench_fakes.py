@@ -76,10 +76,10 @@ def row(head_dim: int, causal: bool, seqlen: int, data: str = "normal", **ms: fl
 def benchmark() -> Benchmark:
     """Two kernels at two lengths, a peer that is slower, one that is faster once and refuses once, one not here."""
     rows = [
-        row(64, False, 512, fa2gen=1.0, fa2=1.2, cudnn=0.8),
-        row(64, False, 1024, fa2gen=1.0, fa2=1.5, cudnn=1.25),
-        row(64, True, 512, fa2gen=0.5, fa2=0.6, cudnn="RuntimeError: no such kernel"),
-        row(64, True, 1024, fa2gen=0.5, fa2=0.75, cudnn=0.4),
+        row(64, False, 512, fa2gen=0.1, fa2=0.12, cudnn=0.08),
+        row(64, False, 1024, fa2gen=0.1, fa2=0.15, cudnn=0.125),
+        row(64, True, 512, fa2gen=0.05, fa2=0.06, cudnn="RuntimeError: no such kernel"),
+        row(64, True, 1024, fa2gen=0.05, fa2=0.075, cudnn=0.04),
     ]
     host_cell = Cell(KernelSpec(head_dim=64), Problem(1, 64, 64, 1, 1))
     host = [

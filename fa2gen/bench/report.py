@@ -13,28 +13,45 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-# A pipe or a log has no width; a table of seven lengths takes about 130 columns.
+# A pipe or a log has no width.
 _LOG_WIDTH = 180
+# Columns of a name, and of "1234 (12.34)" and the space beside it: a narrower terminal wraps lines, but loses none.
+_NAME_WIDTH, _FIGURE_WIDTH = 14, 15
 
 
 def show(benchmark: Benchmark, console: Console | None = None) -> None:
     """Print all of it; a slower cell stays in it, and so does a peer that took none."""
+    if console is None:
+        console = _console(benchmark)
+    names = [OWN, *benchmark.peers]
+    _lines(console, *_head(benchmark))
+    if benchmark.rows:
+        _lines(console, "", "Kernel time: TFLOP/s by seqlen; in brackets fa2gen's speed over the peer's")
+    for group in _groups(benchmark.rows):
+        _lines(console, "", _title(group))
+        console.print(_kernel_table(group, names))
+        _lines(console, *_notes(group))
+    if benchmark.host:
+        _lines(console, "", _host_title(benchmark.host))
+        console.print(_host_table(benchmark.host, names))
+        _lines(console, *_refusals([(f"{row.stream} stream", row.outcomes) for row in benchmark.host]))
+    _lines(console, "", *_summary(benchmark))
+
+
+def _console(benchmark: Benchmark) -> Console:
     from rich.console import Console
 
-    if console is None:
-        console = Console(highlight=False, width=None if sys.stdout.isatty() else _LOG_WIDTH)
-    console.print("\n".join(_head(benchmark)), markup=False, soft_wrap=True)
-    for group in _groups(benchmark.rows):
-        console.print(f"\n{_title(group)}", markup=False, soft_wrap=True)
-        console.print(_kernel_table(group, [OWN, *benchmark.peers]))
-        console.print("\n".join(_notes(group)), markup=False, soft_wrap=True)
-    if benchmark.host:
-        console.print(f"\n{_host_title(benchmark.host)}", markup=False, soft_wrap=True)
-        console.print(_host_table(benchmark.host, [OWN, *benchmark.peers]))
-        refused = list(_refusals([(f"{row.stream} stream", row.outcomes) for row in benchmark.host]))
-        if refused:
-            console.print("\n".join(refused), markup=False, soft_wrap=True)
-    console.print("\n".join(["", *_summary(benchmark)]), markup=False, soft_wrap=True)
+    if not sys.stdout.isatty():
+        return Console(width=_LOG_WIDTH, highlight=False)
+    console = Console(highlight=False)
+    lengths = max((len(group) for group in _groups(benchmark.rows)), default=0)
+    console.width = max(console.width, _NAME_WIDTH + _FIGURE_WIDTH * max(lengths, 4))
+    return console
+
+
+def _lines(console: Console, *lines: str) -> None:
+    for line in lines:
+        console.print(line, markup=False, soft_wrap=True)
 
 
 def _head(benchmark: Benchmark) -> Iterator[str]:
@@ -60,17 +77,17 @@ def _groups(rows: Sequence[Row]) -> list[list[Row]]:
 def _title(group: Sequence[Row]) -> str:
     cell = group[0].cell
     data = "" if cell.data == "normal" else f", {cell.data} data"
-    heads = {f"{row.cell.problem.num_heads_q}/{row.cell.problem.num_heads_k}" for row in group}
-    return f"{cell.spec.slug()}{data}: kernel time as TFLOP/s by seqlen, {', '.join(sorted(heads))} heads q/k" + (
-        "; in brackets fa2gen's speed over the peer's"
-    )
+    problems = [row.cell.problem for row in group]
+    heads = ", ".join(dict.fromkeys(f"{p.num_heads_q}/{p.num_heads_k}" for p in problems))
+    batches = ", ".join(dict.fromkeys(str(p.batch) for p in problems))
+    return f"{cell.spec.slug()}{data}; {heads} heads q/k, batch {batches}"
 
 
 def _kernel_table(group: Sequence[Row], names: Sequence[str]) -> Table:
     from rich import box
     from rich.table import Table
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False)
     table.add_column("")
     for row in group:
         table.add_column(row.cell.lengths, justify="right", no_wrap=True)
@@ -128,7 +145,7 @@ def _host_table(rows: Sequence[HostRow], names: Sequence[str]) -> Table:
     from rich import box
     from rich.table import Table
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False)
     table.add_column("")
     for row in rows:
         table.add_column(f"{row.stream} stream", justify="right", no_wrap=True)

@@ -209,9 +209,9 @@ def _show_file(rows_path: Path, plot_path: Path | None, as_json: bool) -> int:
         if parameter.name not in _SHOWING and given(str(parameter.name)):
             raise click.UsageError(f"--from measures nothing, so it takes no {parameter.opts[0]}", context)
     benchmark = read(rows_path)
-    _show(benchmark, as_json)
     if plot_path is not None:
         _plot(benchmark, plot_path)
+    _show(benchmark, as_json)
     return 0
 
 
@@ -282,12 +282,12 @@ def _measure(
         failure = LaunchError(f"the GPU failed: {error}")
     # What was measured is not lost with what was not.
     if benchmark.rows:
-        _show(benchmark, as_json)
         if out is not None:
             write(benchmark, out)
             click.echo(f"rows written to {out}", err=True)
         if plot_path is not None:
             _plot(benchmark, plot_path)
+        _show(benchmark, as_json)
     if failure is not None:
         raise failure
     wrong = benchmark.wrong()
