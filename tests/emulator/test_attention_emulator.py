@@ -61,12 +61,26 @@ def test_config_is_obeyed() -> None:
     assert check_forward(out, None, q, k, v, causal=False).passed
 
 
-@pytest.mark.parametrize("softmax", ["online", "guarded"])
-@pytest.mark.parametrize(
-    "spec",
-    [KernelSpec(head_dim=128), KernelSpec(head_dim=64, dtype="fp16", causal=True, gqa_ratio=2)],
-    ids=KernelSpec.slug,
-)
+GATED = [
+    (KernelSpec(head_dim=128), "online"),
+    (KernelSpec(head_dim=128), "guarded"),
+    (KernelSpec(head_dim=64, dtype="fp16", causal=True, gqa_ratio=2), "online"),
+    (KernelSpec(head_dim=64, dtype="fp16", causal=True, gqa_ratio=2), "guarded"),
+    (KernelSpec(head_dim=32, causal=True), "guarded"),
+    (KernelSpec(head_dim=96), "guarded"),
+    (KernelSpec(head_dim=192, dtype="fp16", causal=True), "guarded"),
+    (KernelSpec(head_dim=256), "guarded"),
+    # Predicated: one 16-byte chunk, a whole panel of 32 columns, part of one, and half of the last of 64.
+    (KernelSpec(head_dim=8, dtype="fp16"), "guarded"),
+    (KernelSpec(head_dim=72, causal=True), "guarded"),
+    (KernelSpec(head_dim=136), "online"),
+    (KernelSpec(head_dim=224, causal=True), "guarded"),
+    (KernelSpec(head_dim=83, causal=True, alignment=2), "online"),
+    (KernelSpec(head_dim=250, dtype="fp16", alignment=2), "guarded"),
+]
+
+
+@pytest.mark.parametrize(("spec", "softmax"), GATED, ids=[f"{spec.slug()}-{softmax}" for spec, softmax in GATED])
 def test_quick_gate(spec: KernelSpec, softmax: str) -> None:
     config = default_config(spec)
     config = FwdConfig(**{**config.canonical(), "softmax": softmax})
