@@ -40,7 +40,7 @@ RING = """
     sum = 3 * sum + r[0] + 5 * r[1] + 7 * r[2] + 11 * r[3];
     {arrive_empty}
   }}
-  st_global(p.out + tid, sum);"""
+  st_global(p.out + (blockIdx.x * kThreads + tid), sum);"""
 
 PARTS = {
     "full_count": "kThreads",
@@ -85,7 +85,8 @@ def ring_expected() -> np.ndarray:
 
 
 def _ring(stages: int, **changes: str) -> Probe:
-    return Probe(ring(stages, **changes), INPUT, ring_expected())
+    # Two blocks do the same: each has mbarriers of its own.
+    return Probe(ring(stages, **changes), INPUT, np.tile(ring_expected(), 2), grid=2)
 
 
 MBARRIER_PROBES: dict[str, Probe] = {
@@ -98,6 +99,72 @@ MBARRIER_PROBES: dict[str, Probe] = {
     # One lane waits for its warp.
     "ring of 2, one lane waits": _ring(
         2, wait_full="if (lane == 0) mbarrier_wait(full + 8 * stage, round / kStages & 1); sync_warp();"
+    ),
+    # The last warp copies what the others read, and ends before they do.
+    "a warp produces": Probe(
+        """
+  constexpr int kStages = 3, kRounds = 8;
+  const u32 full = smem + 6144, empty = full + 8 * kStages;
+  if (tid == 0)
+    for (int stage = 0; stage < kStages; stage++) {
+      mbarrier_init(full + 8 * stage, 32);
+      mbarrier_init(empty + 8 * stage, 3);
+    }
+  sync_threads();
+  if (warp == 3) {
+    for (int round = 0; round < kRounds; round++) {
+      const int stage = round % kStages;
+      mbarrier_wait(empty + 8 * stage, (round / kStages + 1) & 1);
+      for (int i = lane; i < 128; i += 32) cp_async16(smem + 2048 * stage + 16 * i, p.in + (512 * round + 4 * i));
+      cp_async_mbarrier_arrive(full + 8 * stage);
+    }
+    return;
+  }
+  u32 sum = 0;
+  for (int round = 0; round < kRounds; round++) {
+    const int stage = round % kStages;
+    mbarrier_wait(full + 8 * stage, round / kStages & 1);
+    sum = 3 * sum + ld_shared<u32>(smem + 2048 * stage + 4 * (tid ^ 1));
+    sync_warp();
+    if (lane == 0) mbarrier_arrive(empty + 8 * stage);
+  }
+  st_global(p.out + tid, sum);""",
+        INPUT,
+        sum(
+            3 ** (ROUNDS - 1 - n) * INPUT.reshape(ROUNDS, ROUND_WORDS)[n, np.arange(96) ^ 1].astype(np.uint64)
+            for n in range(ROUNDS)
+        ).astype(np.uint32),  # modulo 2^32
+    ),
+    # What a thread learns it passes on: copies and stores of warp 0 reach warp 1 by an mbarrier, warp 2 by another and
+    # warp 3 by a named barrier; then all of them overwrite what was read.
+    "orders add up": Probe(
+        """
+  if (tid < 2) mbarrier_init(smem + 6144 + 8 * tid, 32);
+  sync_threads();
+  if (warp == 0) {
+    cp_async16(smem + 16 * lane, p.in + 4 * lane);
+    st_shared(smem + 512 + 4 * lane, ld_global<u32>(p.in + (128 + lane)));
+    cp_async_commit();
+    cp_async_wait<0>();
+    mbarrier_arrive(smem + 6144);
+  } else if (warp == 1) {
+    mbarrier_wait(smem + 6144, 0);
+    mbarrier_arrive(smem + 6152);
+  } else if (warp == 2) {
+    mbarrier_wait(smem + 6152, 0);
+    bar_arrive(1, 64);
+  } else {
+    bar_sync(1, 64);
+  }
+  const u32 copied = warp == 0 ? 0 : ld_shared<u32>(smem + 4 * lane);
+  const u32 stored = warp == 0 ? 0 : ld_shared<u32>(smem + 512 + 4 * (31 - lane));
+  sync_threads();
+  st_shared(smem + 4 * tid, copied);
+  st_shared(smem + 512 + 4 * tid, stored);
+  sync_warp();
+  st_global(p.out + tid, ld_shared<u32>(smem + 4 * (tid ^ 1)) + 3 * ld_shared<u32>(smem + 512 + 4 * tid));""",
+        INPUT[:256],
+        np.concatenate([np.zeros(32, np.uint32), np.tile(INPUT[np.arange(32) ^ 1] + 3 * INPUT[128:160][::-1], 3)]),
     ),
     # Copies of groups and of mbarriers side by side: a wait for groups covers both.
     "groups beside an mbarrier": Probe(

@@ -5,7 +5,7 @@ namespace emulator {
 
 void Block::mbarrier_arrive(unsigned address) {
   Mbarrier& m = mbarriers_[mbarriers_.find(address, accessor(), "mbarrier_arrive")];
-  if (options.checks) accessor().publish(m.joining);
+  if (options.checks) accessor().publish(m.joining, num_threads_);
   current->clock.ahead++;
   arrive(m, current->clock.known, "mbarrier_arrive", current->tid);
   // The only thread that arrives knows that it has completed the phase.

@@ -87,11 +87,11 @@ class Block {
   unsigned lane_index() const { return current->tid % kWarpSize; }
   Warp& warp() { return warps_[warp_index()]; }
   Lane& lane() { return warp().lanes[lane_index()]; }
-  Accessor accessor() { return {current->tid, num_threads_, warp().clock, &current->clock}; }
-  Accessor accessor(unsigned tid) { return {tid, num_threads_, warps_[tid / kWarpSize].clock, &fibers_[tid].clock}; }
+  Accessor accessor() { return {current->tid, warp().clock, &current->clock}; }
+  Accessor accessor(unsigned tid) { return {tid, warps_[tid / kWarpSize].clock, &fibers_[tid].clock}; }
   // Reads of an ldmatrix by this warp follow.
   void begin_collective() {
-    if (!shared.tracks_lanes()) return;
+    if (!shared.has_mbarriers()) return;
     LaneReads::Epochs epochs;
     const unsigned w = warp_index();
     for (unsigned l = 0; l < kWarpSize; l++) epochs[l] = accessor(w * kWarpSize + l).epoch();

@@ -14,7 +14,6 @@ class LaneReads {
  public:
   using Epochs = std::array<uint32_t, kWarpSize>;
 
-  bool active() const { return !slots_.empty(); }
   void stop() { slots_.clear(), lanes_.clear(), collectives_.clear(); }
   void start(size_t words, unsigned num_warps) {
     num_warps_ = num_warps;

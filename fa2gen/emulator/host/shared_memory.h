@@ -31,6 +31,7 @@ class SharedMemory {
     std::fill(reads_.begin(), reads_.end(), 0u);
     regions_.clear();
     lane_reads_.stop();
+    has_mbarriers_ = false;
   }
 
   uint8_t* at(unsigned address) { return arena_.data() + (address - kSmemBase); }
@@ -45,19 +46,15 @@ class SharedMemory {
   void read(unsigned address, unsigned bytes, Accessor who, const char* what, Site site, bool collective = false) {
     check_range(address, bytes, what, who);
     if (!checks_) return;
+    if (has_mbarriers_) return read_by_lanes(address, bytes, who, what, site, collective);
     const unsigned warp = who.warp();
-    const uint32_t epoch = who.epoch();
+    const uint32_t epoch = who.clock[warp];
     const unsigned first = (address - kSmemBase) / 4, last = (address - kSmemBase + bytes - 1) / 4;
     const uint8_t need = byte_mask(address, bytes);
     for (unsigned i = first; i <= last; i++) {
       Word& word = words_[i];
-      if (word.in_flight || word.mbarrier || (word.initialised & need) != need || !ordered(word, who))
-        read_failed(i, need, who, what);
+      if (word.in_flight || (word.initialised & need) != need || !ordered(word, who)) read_failed(i, need, who, what);
       word.read_site = site;
-      if (lane_reads_.active()) {
-        lane_reads_.read(i, who, collective);
-        continue;
-      }
       // The newest epoch in which this warp read the word, and which of its lanes did.
       uint32_t& read = reads_[i * num_warps_ + warp];
       const uint32_t mine = epoch << 6 | (collective ? kCollective : who.tid % kWarpSize);
@@ -72,35 +69,18 @@ class SharedMemory {
   void write(unsigned address, unsigned bytes, Accessor who, bool copy, const char* what, Site site) {
     check_range(address, bytes, what, who);
     if (!checks_) return;
-    const unsigned warp = who.warp(), lane = who.tid % kWarpSize;
+    if (has_mbarriers_) return write_by_lanes(address, bytes, who, copy, what, site);
     const unsigned first = (address - kSmemBase) / 4, last = (address - kSmemBase + bytes - 1) / 4;
     const uint8_t set = byte_mask(address, bytes);
     for (unsigned i = first; i <= last; i++) {
       Word& word = words_[i];
-      if (word.mbarrier) throw mbarrier_access(i, who, what);
-      if (word.in_flight)
-        throw Diagnostic("cp-async-overwrite", format("%s at %s, where the cp.async of %s is in flight", what,
-                                                      word_name(i).c_str(), writer_name(word).c_str()));
-      if (word.initialised && !ordered(word, who))
-        throw Diagnostic("shared-race-write-after-write",
-                         format("%s at %s, written by %s, with no barrier between", what, word_name(i).c_str(),
-                                writer_name(word).c_str()));
-      for (unsigned u = 0; u < num_warps_; u++) {
-        const uint32_t read = reads_[i * num_warps_ + u];
-        const bool raced = u != warp ? read >> 6 > who.clock[u]
-                                     : read >> 6 == who.clock[warp] && read % 64 != lane && read % 64 != kCollective;
-        if (raced) write_raced(i, u, what);
-      }
-      if (lane_reads_.active()) {
-        const int raced = lane_reads_.unordered(i, who);
-        if (raced >= 0) write_raced(i, unsigned(raced), what);
-        lane_reads_.forget(i);
-      }
-      word.write_epoch = who.epoch();
+      if (word.in_flight || (word.initialised && !ordered(word, who))) write_failed(i, what);
+      const int reader = unordered_warp(i, who);
+      if (reader >= 0) write_raced(i, unsigned(reader), what);
+      word.write_epoch = who.clock[who.warp()];
       word.writer = uint16_t(who.tid);
       word.write_site = site;
       word.in_flight = word.by_copy = copy;
-      word.in_batch = false;
       word.initialised |= set;
     }
   }
@@ -126,23 +106,11 @@ class SharedMemory {
   }
 
   // The 8 bytes become an mbarrier, which plain accesses may not touch.
-  void make_mbarrier(unsigned address, Accessor who, Site site) {
-    write(address, 8, who, false, "mbarrier_init", site);
-    if (!checks_) return;
-    if (!lane_reads_.active()) lane_reads_.start(words_.size(), num_warps_);
-    for (unsigned i = 0; i < 2; i++) words_[(address - kSmemBase) / 4 + i].mbarrier = true;
-  }
+  void make_mbarrier(unsigned address, Accessor who, Site site);
   // Throws unless the mbarrier's initialisation is ordered before now.
-  void use_mbarrier(unsigned address, Accessor who, const char* what) const {
-    const Word& word = words_[(address - kSmemBase) / 4];
-    if (checks_ && !ordered(word, who))
-      throw Diagnostic("mbarrier-init-not-visible",
-                       format("%s on the mbarrier %s, initialised by %s, with no barrier between", what,
-                              place(address).c_str(), writer_name(word).c_str()));
-  }
-
-  // The epochs of a warp's lanes at an ldmatrix, whose reads follow.
-  bool tracks_lanes() const { return lane_reads_.active(); }
+  void use_mbarrier(unsigned address, Accessor who, const char* what) const;
+  bool has_mbarriers() const { return has_mbarriers_; }
+  // The epochs of a warp's lanes at an ldmatrix, whose reads follow; only with mbarriers.
   void begin_collective(unsigned warp, const LaneReads::Epochs& epochs) { lane_reads_.begin_collective(warp, epochs); }
 
   void check_range(unsigned address, unsigned bytes, const char* what, Accessor who) const {
@@ -181,42 +149,33 @@ class SharedMemory {
 
   static uint8_t byte_mask(unsigned address, unsigned bytes) { return bytes >= 4 ? 15 : address % 4 ? 12 : 3; }
 
+  // Only without mbarriers, as unordered_warp.
   static bool ordered(const Word& word, Accessor who) {
-    if (word.in_batch) return who.knows_batch(word.writer, word.write_epoch);
-    return word.writer == who.tid || who.knows(word.writer, word.write_epoch);
+    if (word.writer == who.tid) return true;
+    const unsigned w = word.writer / kWarpSize;
+    return w == who.warp() ? word.write_epoch < who.clock[w] : word.write_epoch <= who.clock[w];
+  }
+  // A warp with a read of the word that is not ordered before now, or -1.
+  int unordered_warp(unsigned i, Accessor who) const {
+    const unsigned warp = who.warp(), lane = who.tid % kWarpSize;
+    for (unsigned u = 0; u < num_warps_; u++) {
+      const uint32_t read = reads_[i * num_warps_ + u];
+      const bool raced = u != warp ? read >> 6 > who.clock[u]
+                                   : read >> 6 == who.clock[warp] && read % 64 != lane && read % 64 != kCollective;
+      if (raced) return int(u);
+    }
+    return -1;
   }
 
-  [[noreturn]] void read_failed(unsigned i, uint8_t need, Accessor who, const char* what) const {
-    const Word& word = words_[i];
-    const int tid = int(who.tid);
-    if (word.mbarrier) throw mbarrier_access(i, who, what);
-    if (word.in_flight)
-      throw Diagnostic("cp-async-not-waited",
-                       format("%s reads %s, where the cp.async of %s is in flight", what, word_name(i).c_str(),
-                              writer_name(word).c_str()),
-                       tid);
-    if ((word.initialised & need) != need)
-      throw Diagnostic("shared-uninitialised-read",
-                       format("%s reads %s, which nobody wrote", what, word_name(i).c_str()), tid);
-    throw Diagnostic("shared-race-read-after-write",
-                     format("%s reads %s, written by %s%s, with no barrier between", what, word_name(i).c_str(),
-                            writer_name(word).c_str(),
-                            word.in_batch  ? " (cp.async, landed, but its mbarrier was not waited for)"
-                            : word.by_copy ? " (cp.async, waited for by its own thread only)"
-                                           : ""),
-                     tid);
-  }
-  [[noreturn]] void write_raced(unsigned i, unsigned warp, const char* what) const {
-    throw Diagnostic("shared-race-write-after-read",
-                     format("%s at %s, which warp %u read (last read at %s), with no barrier between", what,
-                            word_name(i).c_str(), warp, site_name(words_[i].read_site).c_str()));
-  }
-  Diagnostic mbarrier_access(unsigned i, Accessor who, const char* what) const {
-    return Diagnostic("mbarrier-plain-access",
-                      format("%s at %s, which is an mbarrier since %s", what, word_name(i).c_str(),
-                             site_name(words_[i].write_site).c_str()),
-                      int(who.tid));
-  }
+  // With mbarriers, single threads are ordered.
+  void read_by_lanes(unsigned address, unsigned bytes, Accessor who, const char* what, Site site, bool collective);
+  void write_by_lanes(unsigned address, unsigned bytes, Accessor who, bool copy, const char* what, Site site);
+  bool ordered_by_lanes(const Word& word, Accessor who) const;
+
+  [[noreturn]] void read_failed(unsigned i, uint8_t need, Accessor who, const char* what) const;
+  [[noreturn]] void write_failed(unsigned i, const char* what) const;
+  [[noreturn]] void write_raced(unsigned i, unsigned warp, const char* what) const;
+  [[noreturn]] void mbarrier_touched(unsigned i, Accessor who, const char* what) const;
 
   std::string word_name(unsigned i) const { return place(kSmemBase + 4 * i); }
   static std::string writer_name(const Word& w) {
@@ -229,6 +188,7 @@ class SharedMemory {
   std::vector<Word> words_;
   std::vector<uint32_t> reads_;  // [word][warp]: epoch << 6 | lane; up to the first mbarrier, then lane_reads_
   LaneReads lane_reads_;
+  bool has_mbarriers_ = false;
   std::vector<Region> regions_;
 };
 

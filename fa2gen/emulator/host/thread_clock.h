@@ -55,7 +55,7 @@ struct CopyBatches {
 
 // Who makes an access: a thread, its warp's clock (clock[own warp] is the warp's current epoch), and its own.
 struct Accessor {
-  unsigned tid, num_threads;
+  unsigned tid;
   const uint32_t* clock;
   const ThreadClock* own;
 
@@ -67,9 +67,8 @@ struct Accessor {
   bool knows(unsigned thread, uint32_t epoch) const {
     return epoch <= known_of_warp(thread / kWarpSize) || epoch <= own->known[thread];
   }
-  bool knows_batch(unsigned thread, uint32_t batch) const { return batch <= own->known[num_threads + thread]; }
   // Adds all that this thread knows, and its own current epoch: what a release publishes.
-  void publish(Knowledge& to) const {
+  void publish(Knowledge& to, unsigned num_threads) const {
     to.join(own->known);
     for (unsigned t = num_threads; t-- > 0;) to.raise(t, known_of_warp(t / kWarpSize));
     to.raise(tid, epoch());
