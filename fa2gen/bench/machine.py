@@ -107,7 +107,7 @@ class CudaMachine:
             "num_sms": info.num_sms,
             "driver": info.driver_version,
             "cuda": torch.version.cuda,
-            "torch": torch.__version__,
+            "torch": str(torch.__version__),
             "cudnn": torch.backends.cudnn.version(),
             "python": platform.python_version(),
             "fa2gen": __version__,
@@ -138,7 +138,8 @@ class CudaMachine:
         with ClockSampler(self._clocks) as sampler:
             for turn in range(rounds):
                 # Whoever comes first finds a cooler chip.
-                for name in names[turn % len(names) :] + names[: turn % len(names)]:
+                first = turn % max(1, len(names))
+                for name in names[first:] + names[:first]:
                     measured = times[name]
                     assert isinstance(measured, list)
                     measured.append(_replay_ms(graphs[name]) / calls)
