@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from fa2gen.bench import session
 from fa2gen.bench.cells import Cell
 from fa2gen.bench.machine import Ready
 from fa2gen.bench.peers import Call, Implementation
@@ -15,6 +16,8 @@ from fa2gen.problem import Problem
 from fa2gen.runtime import attention
 from fa2gen.spec import KernelSpec
 from fa2gen.tables import Clocks
+
+ODD = Cell(KernelSpec(head_dim=32, causal=True, gqa_ratio=3), Problem(2, 113, 203, 6, 2))
 
 
 class FakeMachine:
@@ -94,3 +97,12 @@ def benchmark() -> Benchmark:
         rows=rows,
         host=host,
     )
+
+
+def run_session(
+    ms: dict[str, float], others: list[Implementation], cells: list[Cell] | None = None, **options
+) -> Benchmark:
+    """A whole session on a fake machine."""
+    result = Benchmark({"gpu": "FakeGPU"})
+    session.run(result, cells or [ODD], others, FakeMachine(ms), **options)
+    return result

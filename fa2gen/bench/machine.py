@@ -25,8 +25,8 @@ from .rows import Refusal
 Tensors = tuple[Tensor, Tensor, Tensor]
 
 KERNEL_METHOD = (
-    "CUDA-graph replay over rotating sets of random inputs that together exceed L2 twice; implementations take turns, "
-    "another one first in each round; median with p20 and p80"
+    "CUDA-graph replay over rotating sets of random inputs that together exceed L2 twice (64 sets at most); "
+    "implementations take turns, another one first in each round; median with p20 and p80"
 )
 HOST_METHOD = (
     "wall time of issuing eager calls on a problem so small that the GPU keeps up, in bursts that fit the launch "

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from fa2gen import __version__
-from fa2gen.constraints import default_config
+from fa2gen.codegen import render_kernel
+from fa2gen.compile import compile_many
+from fa2gen.constraints import default_config, infeasible_reason
 from fa2gen.errors import UnsupportedError
-from fa2gen.runtime import Description, attention, describe, warmup
+from fa2gen.runtime import Description, attention, describe, warmup, warmup_specs
 from fa2gen.runtime.plan import build_plan, device_gpu, require_feasible
 from fa2gen.runtime.request import read_request
 from fa2gen.spec import FwdConfig, KernelSpec
@@ -40,6 +42,28 @@ def require_config(choice: Choice, specs: Sequence[KernelSpec]) -> None:
         config = forced_config(choice, spec)
         if config is not None:
             require_feasible(spec, config, device_gpu(torch.cuda.current_device()))
+
+
+def compile_ahead(cells: Sequence[Cell], choice: Choice, *, online: bool = False) -> None:
+    """Compile the kernels of all cells into the cache, in parallel; what is refused is told when its cell comes.
+
+    Args:
+        cells: What will be measured. Head dims that the runtime pads compile with their cell.
+        choice: fa2gen's config.
+        online: The same configs with the online softmax too.
+    """
+    calls = list(dict.fromkeys((cell.spec, cell.problem) for cell in cells if cell.spec.alignment == 16))
+    specs = [spec for spec, _ in calls]
+    if choice == "tuned":
+        configs = [description.config for description in warmup_specs(calls, gate=False)]
+    else:
+        configs = [forced_config(choice, spec) for spec in specs]
+    kernels = [(spec, config) for spec, config in zip(specs, configs, strict=True) if config is not None]
+    if online:
+        kernels += [(spec, dataclasses.replace(config, softmax="online")) for spec, config in kernels]
+    gpu = device_gpu(torch.cuda.current_device())
+    legal = [pair for pair in dict.fromkeys(kernels) if infeasible_reason(*pair, gpu.arch) is None]
+    compile_many([(render_kernel(spec, config), gpu.target) for spec, config in legal])
 
 
 def own_implementation(choice: Choice) -> Implementation:

@@ -75,7 +75,11 @@ def plot(benchmark: Benchmark, path: Path) -> None:
             if i == len(lines) - 1:
                 axes[i][j].set_xlabel("sequence length")
     figure.legend(
-        handles.values(), handles.keys(), loc="outside lower center", ncols=min(6, len(handles)), frameon=False
+        handles.values(),
+        handles.keys(),
+        loc="outside lower center",
+        ncols=min(3 * len(columns), max(1, len(handles))),
+        frameon=False,
     )
     p = benchmark.provenance
     figure.suptitle(f"{_kinds(benchmark.rows)}, {p.get('gpu', 'unknown GPU')}, {str(p.get('utc', ''))[:10]}")

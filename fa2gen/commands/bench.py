@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -252,17 +254,19 @@ def _measure(
     plot_path: Path | None,
 ) -> int:
     from ..bench.machine import CudaMachine
-    from ..bench.own import require_config
+    from ..bench.own import compile_ahead, require_config
     from ..bench.rows import Benchmark, write
     from ..bench.session import run
 
     require_config(choice, list(dict.fromkeys(cell.spec for cell in cells)))
     machine = CudaMachine()
     benchmark = Benchmark({**machine.provenance(), "rounds": rounds})
-    peers = _find(benchmark, names or PEER_NAMES, choice)
     failure: Fa2genError | None = None
     try:
-        with StageProgress() as progress:
+        # Libraries may print while they are imported or compile: standard output is for the result.
+        with contextlib.redirect_stdout(sys.stderr), StageProgress() as progress:
+            peers = _find(benchmark, names or PEER_NAMES, choice)
+            compile_ahead(cells, choice, online=ONLINE in names)
             run(
                 benchmark,
                 cells,

@@ -5,16 +5,14 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
-from fa2gen.bench import machine, peers, session
+from fa2gen.bench import machine, session
 from fa2gen.bench.agreement import PEER_ALLOWANCE, peer_error, reference_error, sample_strips
 from fa2gen.bench.cells import Cell, make_cells, make_inputs
-from fa2gen.bench.peers import PEERS, Peer, find_peers
 from fa2gen.bench.rows import Benchmark, Refusal, Timing, from_json, read, to_json, write
 from fa2gen.bench.summary import summarise
 from fa2gen.errors import ArgumentError, LaunchError
@@ -22,9 +20,7 @@ from fa2gen.problem import Problem
 from fa2gen.reference import attention_forward
 from fa2gen.runtime import attention
 from fa2gen.spec import KernelSpec
-from tests.bench_fakes import FakeMachine, benchmark, peer, right, row
-
-ODD = Cell(KernelSpec(head_dim=32, causal=True, gqa_ratio=3), Problem(2, 113, 203, 6, 2))
+from tests.bench_fakes import ODD, FakeMachine, benchmark, peer, right, row, run_session
 
 
 def test_default_sizes_are_the_paper_s() -> None:
@@ -180,17 +176,9 @@ def test_right_outputs_agree(dtype: str, head_dim: int, causal: bool) -> None:
     assert reference_error(own, q, k, v, cell) == ""
 
 
-def _run(
-    ms: dict[str, float], others: list[peers.Implementation], cells: list[Cell] | None = None, **options
-) -> Benchmark:
-    result = Benchmark({"gpu": "FakeGPU"})
-    session.run(result, cells or [ODD], others, FakeMachine(ms), **options)
-    return result
-
-
 def test_a_session_times_compares_and_records() -> None:
     events: list[session.BenchEvent] = []
-    found = _run(
+    found = run_session(
         {"fa2gen": 1.0, "a": 2.0, "b": 0.5},
         [
             peer("a", right),
@@ -213,7 +201,7 @@ def test_a_session_times_compares_and_records() -> None:
 
 @pytest.mark.parametrize("compute", WRONG)
 def test_a_wrong_peer_is_named_and_not_timed(compute) -> None:
-    found = _run({"fa2gen": 1.0, "a": 2.0}, [peer("bad", compute), peer("a", right)], host=False)
+    found = run_session({"fa2gen": 1.0, "a": 2.0}, [peer("bad", compute), peer("a", right)], host=False)
     outcome = found.rows[0].outcomes["bad"]
     assert isinstance(outcome, Refusal)
     assert outcome.wrong
@@ -231,7 +219,7 @@ def test_a_refusal_keeps_its_reason_and_the_warnings() -> None:
         warnings.warn("heads must be equal. (Triggered internally at y.cpp:2.)", stacklevel=1)
         raise RuntimeError("No available kernel.\nAborting execution.")
 
-    outcome = _run({"fa2gen": 1.0}, [peer("bad", refuse)], host=False).rows[0].outcomes["bad"]
+    outcome = run_session({"fa2gen": 1.0}, [peer("bad", refuse)], host=False).rows[0].outcomes["bad"]
     assert outcome == Refusal("RuntimeError: No available kernel. (heads must be equal.)")
 
 
@@ -265,111 +253,7 @@ def test_rows_measured_before_an_interruption_stay() -> None:
 
 def test_few_rounds_are_refused() -> None:
     with pytest.raises(ArgumentError, match="rounds must be at least 5, got 4"):
-        _run({}, [], rounds=4)
-
-
-def test_peers_that_are_not_here_are_named_with_the_reason() -> None:
-    def absent() -> peers.Implementation:
-        import no_such_module_at_all  # noqa: F401
-
-        raise AssertionError
-
-    def broken() -> peers.Implementation:
-        raise OSError("libcudart.so.11: cannot open shared object file\nmore")
-
-    here = peer("here", right)
-    known = {"a": Peer("A", absent), "b": Peer("B", broken), "here": Peer("Here", lambda: here)}
-    found, missing = find_peers(["b", "here", "a"], peers=known)
-    assert found == [here]
-    assert missing == {
-        "a": "not installed: there is no module no_such_module_at_all",
-        "b": "installed, but does not import: OSError: libcudart.so.11: cannot open shared object file",
-    }
-
-
-@pytest.mark.parametrize(
-    ("name", "module"), [("flash_attn", "flash_attn"), ("fa3", "flash_attn_interface"), ("fa4", "flash_attn.cute")]
-)
-@pytest.mark.parametrize("with_lse", [False, True])
-def test_flash_attention_s_own_functions(
-    name: str, module: str, with_lse: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> object:
-        return attention(q, k, v, causal=causal, return_lse=with_lse)
-
-    fake = SimpleNamespace(flash_attn_func=flash_attn_func, __version__="9.9")
-    monkeypatch.setattr(peers.importlib, "import_module", {module: fake}.__getitem__)
-    found, missing = find_peers([name])
-    assert not missing
-    assert found[0].version == "9.9"
-    outcome = _run({"fa2gen": 1.0, name: 2.0}, found, host=False).rows[0].outcomes[name]
-    assert isinstance(outcome, Timing)
-
-
-def test_flashinfer_plans_once_for_ragged_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Wrapper:
-        def __init__(self, workspace: Tensor, layout: str) -> None:
-            assert (workspace.dtype, layout) == (torch.uint8, "NHD")
-
-        def plan(self, q_ends: Tensor, k_ends: Tensor, heads_q: int, heads_k: int, d: int, **options: object) -> None:
-            assert q_ends.tolist() == [0, 113, 226]
-            assert k_ends.tolist() == [0, 203, 406]
-            assert (heads_q, heads_k, d) == (6, 2, 32)
-            assert options == {"causal": True, "q_data_type": torch.bfloat16, "kv_data_type": torch.bfloat16}
-
-        def run(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            q, k, v = (x.unflatten(0, (2, -1)) for x in (q, k, v))
-            return right(ODD, q, k, v).flatten(0, 1)
-
-    fake = SimpleNamespace(BatchPrefillWithRaggedKVCacheWrapper=Wrapper)
-    monkeypatch.setattr(peers.importlib, "import_module", {"flashinfer": fake}.__getitem__)
-    found, _ = find_peers(["flashinfer"])
-    assert found[0].version == "unknown"
-    assert isinstance(
-        _run({"fa2gen": 1.0, "flashinfer": 2.0}, found, host=False).rows[0].outcomes["flashinfer"], Timing
-    )
-
-
-@pytest.mark.parametrize("cell", [ODD, Cell(KernelSpec(head_dim=32), Problem(2, 64, 64, 2, 2))])
-def test_xformers_masks_and_groups(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
-    def attend(q: Tensor, k: Tensor, v: Tensor, attn_bias: object) -> Tensor:
-        causal = attn_bias == "bottom-right"
-        assert causal or attn_bias is None
-        if q.dim() == 4:
-            return right(cell, q, k, v)
-        assert q.shape[2:4] == k.shape[2:4] == (2, 3)  # (batch, seqlen, kv heads, group, head_dim)
-        return right(cell, q.flatten(2, 3), k[:, :, :, 0], v[:, :, :, 0]).unflatten(2, (2, 3))
-
-    modules = {
-        "xformers": SimpleNamespace(__version__="0.0"),
-        "xformers.ops": SimpleNamespace(memory_efficient_attention=attend),
-        "xformers.ops.fmha.attn_bias": SimpleNamespace(LowerTriangularFromBottomRightMask=lambda: "bottom-right"),
-    }
-    monkeypatch.setattr(peers.importlib, "import_module", modules.__getitem__)
-    found, _ = find_peers(["xformers"])
-    assert isinstance(
-        _run({"fa2gen": 1.0, "xformers": 2.0}, found, [cell], host=False).rows[0].outcomes["xformers"], Timing
-    )
-
-
-def test_sdpa_s_alignment_is_not_mixed_with_ours() -> None:
-    """torch's CPU FlashAttention and its MATH formula stand in for the GPU's kernels."""
-    flash, math_peer = peers._sdpa("fa2", "FLASH_ATTENTION"), peers._sdpa("cudnn", "MATH")
-    square = Cell(KernelSpec(head_dim=32, causal=True), Problem(2, 65, 65, 2, 2))
-    one_query = Cell(KernelSpec(head_dim=32, causal=True), Problem(2, 1, 65, 2, 2))
-    rows = _run(
-        {"fa2gen": 1.0, "fa2": 2.0, "cudnn": 3.0}, [flash, math_peer], [square, one_query, ODD], host=False
-    ).rows
-    assert all(isinstance(one.outcomes[name], Timing) for one in rows[:2] for name in ("fa2", "cudnn"))
-    outcome = rows[2].outcomes["cudnn"]
-    assert outcome == Refusal("UnsupportedError: its causal mask is aligned top-left, for as many queries as keys")
-    assert not any(isinstance(o, Refusal) and o.wrong for o in rows[2].outcomes.values())
-
-
-def test_registry_finds_what_torch_ships() -> None:
-    found, missing = find_peers(list(PEERS))
-    assert [one.name for one in found][:3] == ["fa2", "cudnn", "efficient"]
-    assert {one.name for one in found} | set(missing) == set(PEERS)
+        run_session({}, [], rounds=4)
 
 
 def test_summary() -> None:
@@ -393,7 +277,7 @@ def test_data_kinds_are_not_averaged() -> None:
 def test_rows_come_back_as_they_were(tmp_path: Path) -> None:
     path = tmp_path / "new folder" / "rows.json"
     before = benchmark()
-    before.rows += _run({"fa2gen": 1.0}, [peer("bad", _top_left)], host=False).rows
+    before.rows += run_session({"fa2gen": 1.0}, [peer("bad", _top_left)], host=False).rows
     write(before, path)
     assert read(path) == before
     assert [p.name for p in path.parent.iterdir()] == ["rows.json"]

@@ -12,7 +12,7 @@ from click.testing import CliRunner, Result
 from rich.console import Console
 
 from fa2gen import driver
-from fa2gen.bench import machine, peers, session
+from fa2gen.bench import machine, own, peers, session
 from fa2gen.bench.cells import DATA
 from fa2gen.bench.peers import PEERS, Peer
 from fa2gen.bench.plot import _STYLES
@@ -56,8 +56,9 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> FakeMachine:
         raise ModuleNotFoundError("No module named 'flash_attn_interface'", name="flash_attn_interface")
 
     monkeypatch.setattr(machine, "CudaMachine", lambda: fake)
+    monkeypatch.setattr(own, "compile_ahead", lambda cells, choice, *, online: None)
     monkeypatch.setattr(command, "_require_gpu", lambda: None)
-    monkeypatch.setitem(PEERS, "fa2", Peer("right", lambda: peer("fa2", right)))
+    monkeypatch.setitem(PEERS, "fa2", Peer("right", lambda: print("hello from fa2") or peer("fa2", right)))
     monkeypatch.setitem(PEERS, "fa3", Peer("absent", absent))
     return fake
 
@@ -231,6 +232,8 @@ def test_a_run_measures_writes_and_shows(fake_gpu: FakeMachine, tmp_path: Path) 
     assert len(found.host) == 2
     assert "fa2gen / fa2: geomean 2.000" in result.stdout
     assert f"rows written to {out}" in result.stderr
+    assert "hello from fa2" in result.stderr
+    assert "hello from fa2" not in result.stdout
 
 
 def test_json_is_one_document(fake_gpu: FakeMachine) -> None:

@@ -1,0 +1,50 @@
+"""The committed results can be read, and README's figures are theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fa2gen.bench.rows import OWN, Benchmark, Timing, read
+from fa2gen.bench.summary import summarise
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
+README = " ".join((ROOT / "README.md").read_text().split())
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
+def test_results_are_whole(path: Path) -> None:
+    found = read(path)
+    assert found.complete
+    assert found.wrong() == []
+    assert {"gpu", "driver", "torch", "utc"} <= set(found.provenance)
+    for row in found.rows:
+        own = row.outcomes[OWN]
+        assert isinstance(own, Timing)
+        assert own.n >= 5
+        assert row.config is not None
+
+
+def _table(found: Benchmark) -> Iterator[str]:
+    """README's lines: TFLOP/s, and in brackets the ratio to FlashAttention-2, by length."""
+    for spec in dict.fromkeys(row.cell.spec for row in found.rows):
+        rows = [row for row in found.rows if row.cell.spec == spec]
+        cells = [f"{row.tflops(OWN):.0f} ({row.ratio('fa2'):.2f})" for row in rows]
+        yield f"| {spec.head_dim}, {'causal' if spec.causal else 'full'} | {' | '.join(cells)} |"
+
+
+def test_readme_s_figures() -> None:
+    found = read(ROOT / "benchmarks" / "results" / "h200_forward_bf16.json")
+    for line in _table(found):
+        assert line in README, f"README lacks {line}"
+    fa2, cudnn = summarise(found.rows, ["fa2", "cudnn"])
+    for text in (
+        f"Over these {fa2.cells} cells: {fa2.geomean:.2f} × FlashAttention-2 (geometric mean), {fa2.worst:.2f} in the "
+        "worst cell",
+        f"{cudnn.geomean:.2f} × cuDNN",
+        f"({cudnn.worst:.2f} in the worst cell)",
+    ):
+        assert text in README, f"README lacks: {text}"
