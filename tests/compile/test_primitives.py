@@ -5,13 +5,25 @@ from __future__ import annotations
 import pytest
 
 from fa2gen.compile import compile_kernel
-from tests.primitive_kernels import PROBES, probe_source
+from tests import mbarrier_kernels
+from tests.mbarrier_kernels import MBARRIER_PROBES
+from tests.primitive_kernels import NUM_THREADS, PROBES, Probe, probe_source
 
 pytestmark = pytest.mark.nvcc
 
 
-@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
-def test_primitives_compile(target: str) -> None:
-    compiled = compile_kernel(probe_source({name: probe.text for name, probe in PROBES.items()}, "cuda"), target)
+def _assert_compiles(table: dict[str, Probe], num_threads: int, target: str) -> None:
+    source = probe_source({name: probe.text for name, probe in table.items()}, "cuda", num_threads)
+    compiled = compile_kernel(source, target)
     assert compiled.resources.spill_store_bytes == compiled.resources.spill_load_bytes == 0
     assert "warning" not in compiled.log.lower()
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+def test_primitives_compile(target: str) -> None:
+    _assert_compiles(PROBES, NUM_THREADS, target)
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_86", "sm_89", "sm_90"])
+def test_mbarriers_compile(target: str) -> None:
+    _assert_compiles(MBARRIER_PROBES, mbarrier_kernels.NUM_THREADS, target)

@@ -162,6 +162,11 @@ CASES: dict[str, tuple[str, str, str]] = {
         "initialised by thread 0",
     ),
     "a copy left at exit": (f"{INIT} {COPY}", "cp-async-left-at-exit", "never committed"),
+    "copies that nobody waits for": (
+        f"{INIT} {COPY} cp_async_mbarrier_arrive(smem);",
+        "cp-async-left-at-exit",
+        "arrive on Area+0x0",
+    ),
     "a store after the arrival": (
         f"""{INIT} mbarrier_arrive(smem); st_shared(smem + 1024 + 4 * tid, tid); mbarrier_wait(smem, 0);
         ld_shared<int>(smem + 1024 + 4 * (tid ^ 1));""",

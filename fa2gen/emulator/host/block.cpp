@@ -7,7 +7,7 @@ void Block::mbarrier_arrive(unsigned address) {
   Mbarrier& m = mbarriers_[mbarriers_.find(address, accessor(), "mbarrier_arrive")];
   if (options.checks) accessor().publish(m.joining, num_threads_);
   current->clock.ahead++;
-  arrive(m, current->clock.known, "mbarrier_arrive", current->tid);
+  arrive(m, current->clock.known, "mbarrier_arrive", current->site, current->tid);
   // The only thread that arrives knows that it has completed the phase.
   if (m.count == 1) current->clock.known.raise(m.agent, m.phase);
 }
@@ -45,8 +45,8 @@ void Block::mbarrier_wait(unsigned address, unsigned parity) {
 }
 
 // An arrival on an mbarrier. Completing the phase wakes all that wait: they wait for this phase.
-void Block::arrive(Mbarrier& m, const Knowledge& known, const char* what, unsigned tid) {
-  if (!mbarriers_.arrive(m, known, what, tid)) return;
+void Block::arrive(Mbarrier& m, const Knowledge& known, const char* what, Site site, unsigned tid) {
+  if (!mbarriers_.arrive(m, known, what, site, tid)) return;
   for (unsigned waiter : m.waiters) {
     Fiber& f = fibers_[waiter];
     f.clock.known.join(m.joined);
@@ -65,7 +65,23 @@ void Block::land_one() {
   Mbarrier& m = mbarriers_[arrival.mbarrier];
   m.joining.join(arrival.known);
   m.joining.raise(num_threads_ + arrival.tid, arrival.batch);
-  arrive(m, arrival.known, "cp_async_mbarrier_arrive", arrival.tid);
+  arrive(m, arrival.known, "cp_async_mbarrier_arrive", arrival.site, arrival.tid);
+}
+
+// The last thread has ended: what is still in flight is copies that nobody has waited for.
+void Block::check_end() const {
+  if (!options.checks) return;
+  for (const AsyncArrival& arrival : arrivals_) {
+    const auto& copies = fibers_[arrival.tid].copies;
+    if (copies.empty() || copies.front().batch > arrival.batch) continue;
+    throw Diagnostic(
+        "cp-async-left-at-exit",
+        format("the block ends before the copies that arrive on %s have landed: nobody waits for them; the "
+               "first was issued at %s",
+               shared.place(mbarriers_.all()[arrival.mbarrier].address).c_str(),
+               site_name(copies.front().site).c_str()),
+        int(arrival.tid));
+  }
 }
 
 // No fiber can run: says who waits for what.

@@ -271,9 +271,12 @@ class Block {
     alive_--;
     failure_ = std::move(failure);
     Fiber* following = nullptr;
-    if (!failure_ && alive_ > 0) {
+    if (!failure_) {
       try {
-        following = next();
+        if (alive_ > 0)
+          following = next();
+        else
+          check_end();
       } catch (const Diagnostic& d) {
         failure_ = std::make_unique<Diagnostic>(located(d));
       }
@@ -283,8 +286,9 @@ class Block {
     __builtin_unreachable();
   }
 
-  void arrive(Mbarrier& m, const Knowledge& known, const char* what, unsigned tid);
+  void arrive(Mbarrier& m, const Knowledge& known, const char* what, Site site, unsigned tid);
   void land_one();
+  void check_end() const;
   Diagnostic deadlock() const;
 
   // The fiber to run next.

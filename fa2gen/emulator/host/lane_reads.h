@@ -14,25 +14,26 @@ class LaneReads {
  public:
   using Epochs = std::array<uint32_t, kWarpSize>;
 
-  void stop() { slots_.clear(), lanes_.clear(), collectives_.clear(); }
+  void stop() { slots_.clear(), lanes_.clear(), collectives_.clear(), known_.clear(); }
   void start(size_t words, unsigned num_warps) {
     num_warps_ = num_warps;
     slots_.assign(words * num_warps, Slot{});
     lanes_.assign(1, Epochs{});
-    collectives_.assign(num_warps, std::vector<Epochs>(1));
+    collectives_.assign(num_warps, std::vector<Collective>(1));
+    known_.assign(size_t(num_warps) * num_warps * kWarpSize, 0);
   }
 
   // The epochs of a warp's lanes at an ldmatrix, whose reads follow.
   void begin_collective(unsigned warp, const Epochs& epochs) {
-    if (collectives_[warp].back() != epochs) collectives_[warp].push_back(epochs);
+    if (collectives_[warp].back().epochs != epochs)
+      collectives_[warp].push_back({epochs, *std::max_element(epochs.begin(), epochs.end())});
   }
 
   void read(size_t word, Accessor who, bool collective) {
     Slot& slot = slots_[word * num_warps_ + who.warp()];
     if (collective) {  // by every lane, and later than any other ldmatrix of the warp
       slot.collective = uint32_t(collectives_[who.warp()].size()) - 1;
-      const Epochs& epochs = collectives_[who.warp()].back();
-      slot.newest = std::max(slot.newest, *std::max_element(epochs.begin(), epochs.end()));
+      slot.newest = std::max(slot.newest, collectives_[who.warp()].back().newest);
       return;
     }
     if (slot.lanes == 0) {
@@ -46,16 +47,16 @@ class LaneReads {
 
   // A warp with a read of the word that is not ordered before now, or -1. A store does not overtake an ldmatrix of its
   // own warp.
-  int unordered(size_t word, Accessor who) const {
+  int unordered(size_t word, Accessor who) {
     for (unsigned w = 0; w < num_warps_; w++) {
       const Slot& slot = slots_[word * num_warps_ + w];
       if (slot.newest <= who.known_of_warp(w)) continue;
-      for (unsigned l = 0; l < kWarpSize; l++) {
-        const unsigned thread = w * kWarpSize + l;
-        if (thread == who.tid) continue;
-        if (!who.knows(thread, lanes_[slot.lanes][l])) return int(w);
-        if (w != who.warp() && !who.knows(thread, collectives_[w][slot.collective][l])) return int(w);
-      }
+      if (slot.lanes && !knows(who, w, lanes_[slot.lanes])) return int(w);
+      // What a thread knows it never forgets.
+      uint32_t& known = known_[who.tid * num_warps_ + w];
+      if (w == who.warp() || slot.collective <= known) continue;
+      if (!knows(who, w, collectives_[w][slot.collective].epochs)) return int(w);
+      known = slot.collective;
     }
     return -1;
   }
@@ -76,10 +77,23 @@ class LaneReads {
              collective = 0;  // the newest epoch of any lane; places in the lists below, 0 for none
   };
 
+  struct Collective {
+    Epochs epochs{};
+    uint32_t newest = 0;
+  };
+
+  // Are the given epochs of the warp's other lanes ordered before now?
+  static bool knows(Accessor who, unsigned warp, const Epochs& epochs) {
+    for (unsigned l = 0; l < kWarpSize; l++)
+      if (warp * kWarpSize + l != who.tid && !who.knows(warp * kWarpSize + l, epochs[l])) return false;
+    return true;
+  }
+
   unsigned num_warps_ = 0;
-  std::vector<Slot> slots_;    // [word][warp]
-  std::vector<Epochs> lanes_;  // of plain reads, the newest of each lane
-  std::vector<std::vector<Epochs>> collectives_;  // [warp]: epochs at its ldmatrix, one for each change
+  std::vector<Slot> slots_;                           // [word][warp]
+  std::vector<Epochs> lanes_;                         // of plain reads, the newest of each lane
+  std::vector<std::vector<Collective>> collectives_;  // [warp]: ldmatrix, one for each change of its lanes' epochs
+  std::vector<uint32_t> known_;                       // [thread][warp]: the newest of these known to be ordered
 };
 
 }  // namespace emulator

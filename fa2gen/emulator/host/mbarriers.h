@@ -14,12 +14,12 @@ namespace emulator {
 struct Mbarrier {
   unsigned address;
   int count;
-  size_t agent;        // its place in Knowledge
-  int pending;            // arrivals that the current phase still needs
-  uint32_t phase = 0;     // phases completed
-  Knowledge joining = {}; // what the arrivals of the current phase have released
-  Knowledge joined = {};  // what those of the phase before did
-  std::vector<unsigned> waiters = {};
+  size_t agent;                        // its place in Knowledge
+  int pending;                         // arrivals that the current phase still needs
+  uint32_t phase = 0;                  // phases completed
+  Knowledge joining = {};              // what the arrivals of the current phase have released
+  Knowledge joined = {};               // what those of the phase before did
+  std::vector<unsigned> waiters = {};  // threads, in mbarrier_wait
 };
 
 // A cp_async_mbarrier_arrive whose copies have not landed.
@@ -65,15 +65,15 @@ class Mbarriers {
                      format("%s on %s, where no mbarrier was initialised", what, shared_.place(address).c_str()));
   }
 
-  // Counts an arrival of a thread that knew `known` of the phases; true if it completes the phase.
-  bool arrive(Mbarrier& m, const Knowledge& known, const char* what, unsigned tid) {
+  // Counts an arrival, made at `site` by a thread that knew `known` of the phases; true if it completes the phase.
+  bool arrive(Mbarrier& m, const Knowledge& known, const char* what, Site site, unsigned tid) {
     // An arrival that may come before the end of the phase before might count there.
     if (checks_ && m.count > 1 && known[m.agent] < m.phase)
       throw Diagnostic(
           "mbarrier-over-arrival",
-          format("%s on %s, but phase %u had its %d arrivals and this thread has not learnt of it: the arrival "
+          format("%s at %s on %s, but phase %u had its %d arrivals and this thread had not learnt of it: the arrival "
                  "may count for either phase",
-                 what, shared_.place(m.address).c_str(), m.phase - 1, m.count),
+                 what, site_name(site).c_str(), shared_.place(m.address).c_str(), m.phase - 1, m.count),
           int(tid));
     if (--m.pending) return false;
     m.pending = m.count;

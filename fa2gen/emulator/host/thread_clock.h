@@ -18,7 +18,6 @@ constexpr unsigned kWarpSize = 32, kMaxWarps = 32;
 class Knowledge {
  public:
   uint32_t operator[](size_t agent) const { return agent < epochs_.size() ? epochs_[agent] : 0; }
-  bool empty() const { return epochs_.empty(); }
   void clear() { epochs_.clear(); }
   void raise(size_t agent, uint32_t epoch) {
     if (agent >= epochs_.size()) epochs_.resize(agent + 1);
