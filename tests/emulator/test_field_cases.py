@@ -211,6 +211,20 @@ def test_bl_097_lse_is_the_natural_log() -> None:
     assert (out == 2.5).all()
 
 
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.int8, torch.bool, torch.complex64, torch.float8_e4m3fn]
+)
+@pytest.mark.filterwarnings("ignore:Casting complex values")
+def test_bl_080_083_other_dtypes(dtype: torch.dtype) -> None:
+    q, k, v = _qkv(1, 5, 7, 1, 1, 64)
+    message = f"q has dtype {dtype}; torch.float16 and torch.bfloat16 are supported"
+    for tensors in ((q.to(dtype), k.to(dtype), v.to(dtype)), (q.to(dtype), k, v)):
+        with pytest.raises(ArgumentError, match=message):
+            attention(*tensors, backend="emulator")
+        with torch.autocast("cpu", dtype=BF16), pytest.raises(ArgumentError, match=message):
+            attention(*tensors, backend="emulator")
+
+
 @pytest.mark.parametrize("d", [59, 64])
 def test_bl_103_no_route_drops_an_option(d: int) -> None:
     """Aligned, unaligned and padded; each option changes the result, and as the reference says."""

@@ -67,8 +67,8 @@ MUTATIONS = {
         {"warp-divergence", "deadlock"},
     ),
     "misaligned copy": (
-        "return tile + swizzled(threadIdx.x / 8, threadIdx.x % 8);",
-        "return tile + swizzled(threadIdx.x / 8, threadIdx.x % 8) + 8;",
+        "return tile + swizzled(threadIdx.x / kPanelChunks, threadIdx.x % kPanelChunks);",
+        "return tile + swizzled(threadIdx.x / kPanelChunks, threadIdx.x % kPanelChunks) + 8;",
         {"shared-misaligned"},
     ),
     "the last section of heads is not smaller": (
@@ -169,6 +169,8 @@ MUTATIONS = {
 ONE_STAGE = FwdConfig(block_m=64, block_n=64, step_n=64, num_warps=4, num_stages=1, softmax="guarded")
 RING = FwdConfig(block_m=64, block_n=64, step_n=32, num_warps=4, num_stages=3, q_in_regs=True, softmax="online")
 UNALIGNED = dataclasses.replace(CAUSAL, head_dim=59, alignment=2)
+# Nine chunks of 16 bytes in three panels of four: the products read a tenth, which is zero.
+PREDICATED = dataclasses.replace(CAUSAL, head_dim=72)
 RACES = {"shared-race-read-after-write", "shared-race-write-after-read", "shared-uninitialised-read"}
 NOT_WAITED = {"cp-async-not-waited", "cp-async-overwrite"}
 
@@ -230,6 +232,20 @@ OTHER_MUTATIONS = {
         "      load_v(stage, false);\n    }\n    cp_async_commit();",
         "      load_v(stage, false);\n    }",
         NOT_WAITED,
+    ),
+    "predicated: the chunk beyond the row is read": (
+        PREDICATED,
+        CONFIG,
+        "valid && (kHeadDim == kHeadDimPadded || chunk * 8 < kHeadDim)",
+        "valid",
+        {"global-out-of-view", "global-out-of-range"},
+    ),
+    "predicated: the chunk beyond the row is not zeroed": (
+        PREDICATED,
+        CONFIG,
+        "if (chunk >= kChunks) return;",
+        "if (chunk * 8 >= kHeadDim) return;",
+        {"shared-uninitialised-read"},
     ),
     "elements: no barrier": (UNALIGNED, CONFIG, "sync_threads();  // K(i) and", "// K(i) and", RACES),
     "elements: one column too many is read": (

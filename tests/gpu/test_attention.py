@@ -102,7 +102,7 @@ def test_head_ratios(heads_q: int, heads_k: int, causal: bool) -> None:
     _check(*_inputs(2, 113, 203, heads_q, heads_k, 128), causal=causal)
 
 
-def test_results_repeat_bit_for_bit() -> None:
+def test_bl_107_results_repeat_bit_for_bit() -> None:
     q, k, v = _inputs(2, 513, 769, 8, 2, 128)
     first = attention(q, k, v, causal=True)
     assert all(torch.equal(attention(q, k, v, causal=True), first) for _ in range(20))
@@ -126,7 +126,7 @@ def test_gate_of_both_softmaxes(dtype: str, causal: bool, softmax: str) -> None:
 
 
 class TestGraphs:
-    def test_replays_follow_the_data(self) -> None:
+    def test_bl_110_replays_follow_the_data(self) -> None:
         q, k, v = _inputs(2, 113, 203, 4, 2, 64)
         warmup(q, k, v, causal=True)
         graph = torch.cuda.CUDAGraph()
@@ -139,7 +139,7 @@ class TestGraphs:
             report = check_forward(out, lse, q, k, v, causal=True)
             assert report.passed, report.text
 
-    def test_cold_capture_is_refused_and_harmless(self) -> None:
+    def test_bl_110_cold_capture_is_refused_and_harmless(self) -> None:
         q, k, v = _inputs(1, 33, 65, 2, 2, 64)
         reset()
         message = r"fa2gen.runtime.warmup\(q, k, v, causal=False\)"
@@ -148,7 +148,7 @@ class TestGraphs:
         torch.cuda.synchronize()
         _check(q, k, v)
 
-    def test_new_sizes_of_a_loaded_kernel_can_be_captured(self) -> None:
+    def test_bl_111_new_sizes_of_a_loaded_kernel_can_be_captured(self) -> None:
         q, k, v = _inputs(1, 300, 300, 2, 2, 64)
         warmup(q, k, v)
         plan.PLANS.clear()
@@ -179,7 +179,7 @@ def test_side_stream_sees_its_own_order() -> None:
         assert torch.equal(copy, expected)
 
 
-def test_other_threads() -> None:
+def test_bl_124_other_threads() -> None:
     q, k, v = _inputs(1, 113, 203, 4, 2, 64)
     expected = attention(q, k, v)
     results: list[Any] = []
@@ -201,7 +201,7 @@ _SCRIPTS = {
 
 
 @pytest.mark.parametrize("name", _SCRIPTS)
-def test_processes_end_cleanly(name: str) -> None:
+def test_bl_126_processes_end_cleanly(name: str) -> None:
     head = "import gc, threading, torch\nfrom fa2gen.runtime import attention, reset\n"
     head += "q = torch.ones(1, 16, 2, 64, device='cuda').half()\n"
     tail = "\ntorch.cuda.synchronize()\nprint('done')"
@@ -226,7 +226,7 @@ def test_an_exception_leaves_the_exit_code_to_python() -> None:
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
 class TestDevices:
-    def test_tensors_of_another_device(self) -> None:
+    def test_bl_115_tensors_of_another_device(self) -> None:
         x = torch.ones(4, 16, 32, 64, dtype=torch.float16, device="cuda:1")
         assert torch.cuda.current_device() == 0
         for _ in range(2):
@@ -236,7 +236,7 @@ class TestDevices:
             assert out.float().sum().item() == 131072
             assert torch.cuda.current_device() == 0
 
-    def test_devices_take_turns(self) -> None:
+    def test_bl_115_devices_take_turns(self) -> None:
         tensors = [_randn(1, 65, 2, 64, device=f"cuda:{index}") for index in (0, 1)]
         for _ in range(3):
             for x in tensors:

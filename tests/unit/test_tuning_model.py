@@ -10,7 +10,7 @@ import pytest
 from fa2gen.constraints import default_config, infeasible_reason, smem_plan
 from fa2gen.hardware import get_gpu, list_gpus
 from fa2gen.problem import Problem
-from fa2gen.spec import FwdConfig, KernelSpec
+from fa2gen.spec import NATIVE_HEAD_DIMS, FwdConfig, KernelSpec
 from fa2gen.tuning.model import Facts, _tile_counts, estimate_facts, predict
 from fa2gen.tuning.shortlist import shortlist
 from fa2gen.tuning.space import config_of, grid, legal_space, params_of, register_cap
@@ -34,6 +34,20 @@ def test_the_space_is_the_legal_part_of_the_grid():
             assert all(infeasible_reason(spec, config, gpu.arch) is None for config in space.configs)
             assert {*space.configs, *(config for config, _ in space.excluded)} == set(grid())
             assert all(reason for _, reason in space.excluded)
+
+
+@pytest.mark.parametrize("head_dim", [*NATIVE_HEAD_DIMS, 8, 72, 200])
+def test_every_head_dim_can_be_tuned_everywhere(head_dim):
+    """Enough legal configs, with finite times, the default's among them; few where 256 columns meet 99 KB."""
+    for gpu in list_gpus():
+        spec = KernelSpec(head_dim=head_dim)
+        configs = {*legal_space(spec, gpu).configs}
+        assert len(configs) >= 16
+        size = problem(spec, 2048)
+        for config in (default_config(spec), *shortlist(spec, [size], gpu, 3)):
+            prediction = predict(spec, config, size, gpu)
+            assert 0 < size.flops(spec) / prediction.ms / 1e9 < gpu.mma_tflops
+            assert prediction.blocks_per_sm >= config.min_blocks
 
 
 def test_exclusions_name_their_limit():

@@ -1,0 +1,66 @@
+"""The runtime's CUDA path without a GPU: a kernel that records its launches, a device that only has facts."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fa2gen.codegen import FWD_PARAMS
+from fa2gen.hardware import get_gpu
+from fa2gen.runtime import plan, request
+from fa2gen.spec import FwdConfig, KernelSpec
+
+
+class FakeKernel:
+    def __init__(self, spec: KernelSpec, config: FwdConfig) -> None:
+        self.spec, self.config = spec, config
+        self.launches: list[tuple[Any, ...]] = []
+
+    def launch(self, grid: Any, block: Any, params: bytes, stream: int) -> None:
+        self.launches.append((grid, block, params, stream))
+
+
+class FakeDevice:
+    """Stands in for everything below the runtime: compiling, loading, the stream, what the device is."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.kernels: list[FakeKernel] = []
+        self.capturing = False
+        self.compiler_error: Exception | None = None
+        monkeypatch.setattr(request, "_backend", lambda backend, device: "cuda")
+        monkeypatch.setattr(plan, "device_gpu", lambda index: get_gpu("a100"))
+        monkeypatch.setattr(plan, "compile_kernel", self._compile)
+        monkeypatch.setattr(plan, "load", self._load)
+        monkeypatch.setattr(plan, "_raw_stream_function", lambda: lambda index: 1234)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
+
+    def _compile(self, source: Any, target: str) -> Any:
+        if self.compiler_error is not None:
+            raise self.compiler_error
+        assert target == "sm_80"
+        return source
+
+    def _load(self, source: Any, index: int | None) -> FakeKernel:
+        self.kernels.append(FakeKernel(source.spec, source.config))
+        return self.kernels[-1]
+
+    @property
+    def launches(self) -> list[tuple[Any, ...]]:
+        return [launch for kernel in self.kernels for launch in kernel.launches]
+
+
+def call_inputs(
+    seqlen_q: int = 113, seqlen_k: int = 203, heads_q: int = 8, heads_k: int = 2, d: int = 64
+) -> list[Tensor]:
+    return [
+        torch.zeros(2, s, h, d).bfloat16() for s, h in ((seqlen_q, heads_q), (seqlen_k, heads_k), (seqlen_k, heads_k))
+    ]
+
+
+def unpacked(params: bytes) -> dict[str, Any]:
+    names = [field.name for field in FWD_PARAMS.fields]
+    return dict(zip(names, struct.unpack(FWD_PARAMS.format, params), strict=True))
