@@ -203,4 +203,21 @@ MBARRIER_PROBES: dict[str, Probe] = {
         INPUT[:1],
         np.concatenate([2 * (np.arange(128, dtype=np.uint32)[::-1] + n) + np.uint32(n > 0) for n in range(3)]),
     ),
+    # The same in halves of the block, each with a barrier of its own: in round 1 the second half alone says yes.
+    "bar_sync_or": Probe(
+        """
+  for (int round = 0; round < 3; round++) {
+    st_shared(smem + 4 * tid, u32(tid + round));
+    const bool any = bar_sync_or(1 + warp / 2, 64, round == 2 || (round == 1 && tid == kThreads - 1));
+    st_global(p.out + (128 * round + tid), ld_shared<u32>(smem + 4 * (tid ^ 63)) * 2 + u32(any));
+    bar_sync(1 + warp / 2, 64);
+  }""",
+        INPUT[:1],
+        np.concatenate(
+            [
+                2 * ((np.arange(128) ^ 63) + n).astype(np.uint32) + (np.arange(128) >= 64 * (2 - n)).astype(np.uint32)
+                for n in range(3)
+            ]
+        ),
+    ),
 }

@@ -145,6 +145,16 @@ FUNC bool sync_threads_or(bool predicate) {
   return any != 0;
 }
 
+// The same for the threads of a named barrier.
+FUNC bool bar_sync_or(int id, int threads, bool predicate) {
+  u32 any;
+  asm volatile("{ .reg .pred p; setp.ne.u32 p, %1, 0; bar.red.or.pred p, %2, %3, p; selp.u32 %0, 1, 0, p; }"
+               : "=r"(any)
+               : "r"(u32(predicate)), "r"(id), "r"(threads)
+               : "memory");
+  return any != 0;
+}
+
 // Barriers in shared memory: 8 bytes at a multiple of 8. A phase completes with its count-th arrival, and the next one
 // begins; phases have parity 0, 1, 0, ...
 

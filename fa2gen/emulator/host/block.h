@@ -214,7 +214,7 @@ class Block {
     for (unsigned u = 0; u < num_warps_; u++)
       b.joined[u] = std::max(b.joined[u], u == me ? w.clock[u] - 1 : w.clock[u]);
     if (!mbarriers_.empty()) b.known.join(fibers_[me * kWarpSize].clock.known);
-    if (operation == Operation::kSyncThreadsOr)
+    if (operation == Operation::kSyncThreadsOr || operation == Operation::kBarSyncOr)
       for (const Lane& lane : w.lanes) b.any |= lane.a[0] != 0;
     const bool waits = operation != Operation::kBarArrive;
     if (waits) b.waiting |= 1u << me;

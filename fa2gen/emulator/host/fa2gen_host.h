@@ -91,6 +91,9 @@ inline void bar_arrive(int id, int threads, EMULATOR_SITE) {
 }
 
 inline bool sync_threads_or(bool predicate, EMULATOR_SITE) { return emulator::sync_threads_or(predicate, site); }
+inline bool bar_sync_or(int id, int threads, bool predicate, EMULATOR_SITE) {
+  return emulator::bar_sync_or(id, threads, predicate, site);
+}
 
 inline void mbarrier_init(u32 address, int count, EMULATOR_SITE) { emulator::mbarrier_init(address, count, site); }
 inline void mbarrier_arrive(u32 address, EMULATOR_SITE) { emulator::mbarrier_arrive(address, site); }

@@ -30,13 +30,14 @@ enum class Operation : uint8_t {
   kBarSync,
   kBarArrive,
   kSyncThreadsOr,
+  kBarSyncOr,
   kMbarrierWait
 };
 inline const char* operation_name(Operation operation) {
   static const char* const names[] = {
-      "nothing",           "shfl_xor",           "any_lane",           "all_lanes",    "ldmatrix_x4",
-      "ldmatrix_x4_trans", "mma_m16n8k16<bf16>", "mma_m16n8k16<fp16>", "sync_warp",    "sync_threads",
-      "bar_sync",          "bar_arrive",         "sync_threads_or",    "mbarrier_wait"};
+      "nothing",           "shfl_xor",           "any_lane",           "all_lanes",   "ldmatrix_x4",
+      "ldmatrix_x4_trans", "mma_m16n8k16<bf16>", "mma_m16n8k16<fp16>", "sync_warp",   "sync_threads",
+      "bar_sync",          "bar_arrive",         "sync_threads_or",    "bar_sync_or", "mbarrier_wait"};
   return names[int(operation)];
 }
 
@@ -71,7 +72,7 @@ struct Warp {
   int barrier_id = -1, barrier_threads = 0;
   Lane lanes[kWarpSize];
   uint32_t clock[kMaxWarps] = {};  // see thread_clock.h
-  bool any = false;  // the result of sync_threads_or
+  bool any = false;  // the result of sync_threads_or and bar_sync_or
 };
 
 struct Barrier {
@@ -81,7 +82,7 @@ struct Barrier {
   uint32_t waiting = 0;  // a bit for each warp
   uint32_t joined[kMaxWarps] = {};  // the newest epoch of each warp that has arrived, directly or through another
   Knowledge known;  // what the threads that arrived know beyond that
-  bool any = false;  // a predicate of sync_threads_or
+  bool any = false;  // a predicate of sync_threads_or or bar_sync_or
 };
 
 }  // namespace emulator

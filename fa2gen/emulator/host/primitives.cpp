@@ -117,6 +117,12 @@ bool sync_threads_or(bool predicate, Site site) {
   block.barrier(Operation::kSyncThreadsOr, 0, int(block.num_threads()));
   return block.warp().any;
 }
+bool bar_sync_or(int id, int threads, bool predicate, Site site) {
+  Block& block = enter(site);
+  block.lane().a[0] = predicate;
+  block.barrier(Operation::kBarSyncOr, id, threads);
+  return block.warp().any;
+}
 
 void mbarrier_init(unsigned address, int count, Site site) { enter(site).mbarrier_init(address, count); }
 void mbarrier_arrive(unsigned address, Site site) { enter(site).mbarrier_arrive(address); }

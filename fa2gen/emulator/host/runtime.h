@@ -45,6 +45,7 @@ void barrier(BarrierKind kind, int id, int threads, Site site);
 int block_threads();
 void sync_warp(Site site);
 bool sync_threads_or(bool predicate, Site site);
+bool bar_sync_or(int id, int threads, bool predicate, Site site);
 
 void mbarrier_init(unsigned address, int count, Site site);
 void mbarrier_arrive(unsigned address, Site site);
