@@ -63,15 +63,14 @@ def copied(x: Tensor, *, negated: bool) -> Tensor:
 
     An axis that repeats (stride 0), such as a key/value head expanded to many, repeats in the copy.
     """
-    repeats = [stride == 0 for stride in x.stride()[:3]]
-    once = x[tuple(slice(0, 1) if repeat else slice(None) for repeat in repeats)]
-    head_dim = x.shape[3]
+    repeats, head_dim = [stride == 0 for stride in x.stride()[:3]], x.shape[3]
+    once = x[tuple(slice(0, 1) if repeat else slice(None) for repeat in repeats)] if any(repeats) else x
     width = padded_head_dim(head_dim)
     # Zeros: whatever stands there, times the other operand's zero, could be NaN.
     copy = (once.new_empty if width == head_dim else once.new_zeros)((*once.shape[:3], width))
-    values = copy[..., :head_dim]
+    values = copy if width == head_dim else copy.narrow(3, 0, head_dim)
     if negated:
         torch.neg(once, out=values)
     else:
         values.copy_(once)
-    return copy.expand(*x.shape[:3], width)
+    return copy.expand(*x.shape[:3], width) if any(repeats) else copy

@@ -109,8 +109,8 @@ def _on_copies(
     if request.head_dim == request.spec.head_dim:
         return result
     if isinstance(result, Tensor):
-        return result[..., : request.head_dim].contiguous()
-    return result[0][..., : request.head_dim].contiguous(), result[1]
+        return result.narrow(3, 0, request.head_dim).contiguous()
+    return result[0].narrow(3, 0, request.head_dim).contiguous(), result[1]
 
 
 def _empty(request: Request, return_lse: bool) -> Result:

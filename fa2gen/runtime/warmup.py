@@ -70,7 +70,8 @@ def warmup_specs(
     """Compile the kernels of many calls at once, in parallel, and load them.
 
     Args:
-        calls: Spec and sizes of each; the sizes decide the config.
+        calls: Spec and sizes of each; the sizes decide the config. The spec is what :func:`describe` says of the call:
+            a head dim that is no multiple of 8 runs padded to one, with alignment 16.
         device: CUDA device; default the current one.
         gate: As for :func:`warmup`.
 

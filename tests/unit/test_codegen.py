@@ -123,7 +123,7 @@ def test_params_pack_like_the_declaration():
 def test_smem_plan_is_rendered():
     spec, config = KernelSpec(head_dim=96), FwdConfig(block_m=64, block_n=96, step_n=48, num_stages=3)
     plan = smem_plan(spec, config)
-    assert plan.total == 2 * 128 * (64 + 2 * 3 * 96)
+    assert plan.total == 2 * 96 * (64 + 2 * 3 * 96)
     assert f"kSmemBytes = {plan.total};" in render_kernel(spec, config).text
 
 
