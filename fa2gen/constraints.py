@@ -15,14 +15,18 @@ _REGISTERS_BESIDES = 24
 
 @dataclass(frozen=True)
 class SmemPlan:
-    """Byte offsets of the tiles in a block's dynamic shared memory: Q, then all stages of K, then all of V.
+    """Byte offsets in a block's dynamic shared memory.
 
-    O leaves through Q's area.
+    Q, all stages of K, all of V; where warps share rows two tiles of P and a float for each of their rows; a ring's
+    mbarriers. O leaves through Q's area.
     """
 
     q: int
     k: int
     v: int
+    p: int
+    exchange: int
+    barriers: int
     total: int
 
 
@@ -31,7 +35,13 @@ def smem_plan(spec: KernelSpec, config: FwdConfig) -> SmemPlan:
     row = spec.native_head_dim * _BYTES_PER_ELEMENT
     k = config.block_m * row
     v = k + config.num_stages * config.block_n * row
-    return SmemPlan(q=0, k=k, v=v, total=v + config.num_stages * config.block_n * row)
+    p = v + config.num_stages * config.block_n * row
+    shared = config.warps_n > 1
+    exchange = p + (2 * config.block_m * config.step_n * _BYTES_PER_ELEMENT if shared else 0)
+    barriers = exchange + (4 * config.warps_n * config.block_m if shared else 0)
+    # A full and an empty one of 8 bytes for each stage.
+    total = barriers + (16 * config.num_stages if config.pipeline == "ring" else 0)
+    return SmemPlan(q=0, k=k, v=v, p=p, exchange=exchange, barriers=barriers, total=total)
 
 
 def panel_columns(spec: KernelSpec) -> int:
@@ -53,9 +63,9 @@ def estimate_registers(spec: KernelSpec, config: FwdConfig) -> int:
     acc_o and acc_s in float32, Q's fragments where they are kept, and a fixed part. P's fragments take over acc_s's
     registers as it dies.
     """
-    rows = config.block_m // config.num_warps
-    acc_o = rows * spec.native_head_dim // 32
-    acc_s = rows * config.step_n // 32
+    rows = config.warp_rows
+    acc_o = rows * spec.native_head_dim // config.warps_n // 32
+    acc_s = rows * config.step_n // config.warps_n // 32
     frag_q = rows * spec.native_head_dim // 64 if config.q_in_regs else 0
     return acc_o + acc_s + frag_q + _REGISTERS_BESIDES
 
@@ -75,9 +85,10 @@ def infeasible_reason(spec: KernelSpec, config: FwdConfig, arch: ArchLimits) -> 
 def _shape_reason(spec: KernelSpec, config: FwdConfig, arch: ArchLimits) -> str | None:
     if config.num_warps not in (1, 2, 4, 8, 16):
         return f"num_warps {config.num_warps} is not a power of two up to 16"
-    rows = config.block_m // config.num_warps
-    if config.block_m % (16 * config.num_warps):
-        return f"block_m {config.block_m} does not give each of {config.num_warps} warps whole 16-row tiles"
+    warps_m = config.num_warps // config.warps_n
+    rows = config.warp_rows
+    if config.block_m % (16 * max(1, warps_m)):
+        return f"block_m {config.block_m} does not give each of {warps_m} warps whole 16-row tiles"
     if rows > 64:
         return f"{rows} query rows a warp: above 64 the accumulators cannot fit"
     pass_rows = rows_per_pass(spec, config)
@@ -91,8 +102,30 @@ def _shape_reason(spec: KernelSpec, config: FwdConfig, arch: ArchLimits) -> str 
         return f"block_n {config.block_n} is above 256"
     if config.num_stages > 3:
         return f"num_stages {config.num_stages} is above 3"
+    if config.pack_gqa and spec.gqa_ratio == 1:
+        return "pack_gqa packs the query heads of a key/value head, and gqa_ratio is 1"
+    if config.proof == "block" and spec.dtype == "fp16":
+        return "proof block: fp16's range is too narrow, whole query blocks would often be repeated"
+    if config.warps_n > 1 and (reason := _sharing_reason(spec, config)):
+        return reason
+    if config.pipeline == "ring" and config.num_stages < 2:
+        return "a ring needs at least 2 stages"
+    if config.proof == "block" and config.softmax != "guarded":
+        return "proof block is for the guarded softmax: the online one needs none"
     if config.num_stages == 1 and config.step_n != config.block_n:
         return "num_stages 1 needs step_n == block_n: K is released after one step"
+    return None
+
+
+def _sharing_reason(spec: KernelSpec, config: FwdConfig) -> str | None:
+    if config.warps_n > 2 or config.num_warps < 4:
+        return f"warps_n {config.warps_n} of {config.num_warps} warps: two of at least four can share rows"
+    if spec.native_head_dim // panel_columns(spec) % config.warps_n:
+        return f"warps_n {config.warps_n}: head dim {spec.native_head_dim} is not so many times whole panels"
+    if config.step_n not in (32, 64):
+        return f"warps_n {config.warps_n} needs steps of 32 or 64 keys, whose P has rows of 64 or 128 bytes"
+    if config.num_stages < 2 or config.q_in_regs:
+        return f"warps_n {config.warps_n} needs two stages, and Q in shared memory, where both warps read it"
     return None
 
 

@@ -95,8 +95,12 @@ def fwd_plan(
     for name in ("seqlen_q", "seqlen_k"):
         if getattr(problem, name) > MAX_SEQLEN:
             raise UnsupportedError(f"{name} {getattr(problem, name)} is above {MAX_SEQLEN}")
-    num_m_blocks = -(-problem.seqlen_q // config.block_m)
-    tiles = problem.batch * problem.num_heads_q * num_m_blocks
+    packed = spec.gqa_ratio if config.pack_gqa else 1  # query heads whose rows share query blocks
+    if problem.seqlen_q * packed > MAX_SEQLEN:
+        raise UnsupportedError(f"seqlen_q * gqa_ratio = {problem.seqlen_q * packed} packed rows are above {MAX_SEQLEN}")
+    heads = problem.batch * problem.num_heads_q // packed
+    num_m_blocks = -(-problem.seqlen_q * packed // config.block_m)
+    tiles = heads * num_m_blocks
     if tiles > _MAX_GRID_X:
         raise UnsupportedError(f"batch * num_heads_q * query blocks = {tiles} is above the grid's limit {_MAX_GRID_X}")
     named_strides = {
@@ -104,9 +108,11 @@ def fwd_plan(
         for tensor in ("q", "k", "v", "o")
         for axis, stride in zip(("batch", "row", "head"), strides[tensor], strict=True)
     }
-    section = heads_per_section(spec, problem, l2_bytes)
+    section = max(1, heads_per_section(spec, problem, l2_bytes) // packed)
     # Tile indices inside a section are 32-bit products.
     section = max(1, min(section, _MAX_GRID_X // num_m_blocks))
+    # As many sections, but of equal size: a small last one would leave SMs idle at the end.
+    section = -(-heads // -(-heads // section))
     row_bytes = {tensor: strides[tensor][1] * 2 for tensor in ("k", "v")}
     params = FWD_PARAMS.pack(
         **named_strides,
@@ -118,6 +124,8 @@ def fwd_plan(
         seqlen_k=problem.seqlen_k,
         num_m_blocks=num_m_blocks,
         heads_per_section=section,
+        tail_m_blocks=num_m_blocks // 2 if spec.causal else 0,
+        reserved=0,
         softmax_scale=softmax_scale,
         scale_log2=max(softmax_scale * math.log2(math.e), _SMALLEST_SCALE),
     )

@@ -20,6 +20,8 @@ DTYPES = ("fp16", "bf16")
 NATIVE_HEAD_DIMS = (32, 64, 96, 128, 192, 256)
 ALIGNMENTS = (16, 2)
 SOFTMAXES = ("online", "guarded")
+PROOFS = ("step", "block")
+PIPELINES = ("barrier", "ring")
 # Far beyond any model's; what checks a kernel needs memory for that many heads.
 MAX_GQA_RATIO = 1024
 
@@ -170,6 +172,10 @@ class FwdConfig(_Canonical):
     q_in_regs: bool = False
     softmax: str = "online"
     min_blocks: int = 1
+    proof: str = "step"
+    pipeline: str = "barrier"
+    warps_n: int = 1
+    pack_gqa: bool = False
 
     _always = (
         "family",
@@ -185,14 +191,22 @@ class FwdConfig(_Canonical):
 
     def __post_init__(self) -> None:
         _require_one_of("family", self.family, ("sm80",))
-        for name in ("block_m", "block_n", "step_n", "num_warps", "num_stages", "min_blocks"):
+        for name in ("block_m", "block_n", "step_n", "num_warps", "num_stages", "min_blocks", "warps_n"):
             _require_int(name, getattr(self, name), 1)
         _require_bool("q_in_regs", self.q_in_regs)
+        _require_bool("pack_gqa", self.pack_gqa)
         _require_one_of("softmax", self.softmax, SOFTMAXES)
+        _require_one_of("proof", self.proof, PROOFS)
+        _require_one_of("pipeline", self.pipeline, PIPELINES)
 
     @property
     def num_threads(self) -> int:
         return 32 * self.num_warps
+
+    @property
+    def warp_rows(self) -> int:
+        """Query rows of a warp, or of the ``warps_n`` warps that share them."""
+        return self.block_m * self.warps_n // self.num_warps
 
     @classmethod
     def from_slug(cls, slug: str) -> FwdConfig:
@@ -202,11 +216,14 @@ class FwdConfig(_Canonical):
             ArgumentError: Not a config's slug, or a value that is not legal.
         """
         match = re.fullmatch(
-            r"([a-z0-9]+)_(\d{1,6})x(\d{1,6})s(\d{1,6})_w(\d{1,6})_st(\d{1,6})_(qr|qs)_([a-z]+)_mb(\d{1,6})", slug
+            r"([a-z0-9]+)_(\d{1,6})x(\d{1,6})s(\d{1,6})_w(\d{1,6})_st(\d{1,6})_(qr|qs)_([a-z]+)_mb(\d{1,6})(_pb)?(_ring)?(?:_wn(\d))?(_pack)?",
+            slug,
         )
         if match is None:
             raise ArgumentError(f"config must read like {cls().slug()}, got {slug!r}")
-        family, block_m, block_n, step_n, num_warps, num_stages, q, softmax, min_blocks = match.groups()
+        family, block_m, block_n, step_n, num_warps, num_stages, q, softmax, min_blocks, proof, ring, warps_n, pack = (
+            match.groups()
+        )
         return cls(
             family=family,
             block_m=int(block_m),
@@ -217,6 +234,10 @@ class FwdConfig(_Canonical):
             q_in_regs=q == "qr",
             softmax=softmax,
             min_blocks=int(min_blocks),
+            proof="block" if proof else "step",
+            pipeline="ring" if ring else "barrier",
+            warps_n=int(warps_n or 1),
+            pack_gqa=bool(pack),
         )
 
     def slug(self) -> str:
@@ -224,4 +245,6 @@ class FwdConfig(_Canonical):
         return (
             f"{self.family}_{self.block_m}x{self.block_n}s{self.step_n}_w{self.num_warps}_st{self.num_stages}"
             f"_{'qr' if self.q_in_regs else 'qs'}_{self.softmax}_mb{self.min_blocks}"
+            f"{'_pb' if self.proof == 'block' else ''}{'_ring' if self.pipeline == 'ring' else ''}"
+            f"{f'_wn{self.warps_n}' if self.warps_n > 1 else ''}{'_pack' if self.pack_gqa else ''}"
         )

@@ -13,7 +13,15 @@ from .params import PARAMS
 _BODIES = {
     ("fwd", "sm80"): (
         "kernels/flash_fwd_sm80.cu.j2",
-        ("sm80/tile.cuh", "sm80/gemm.cuh", "sm80/mask.cuh", "sm80/softmax.cuh", "sm80/schedule.cuh"),
+        (
+            "sm80/tile.cuh",
+            "sm80/gemm.cuh",
+            "sm80/partner.cuh",
+            "sm80/mask.cuh",
+            "sm80/softmax.cuh",
+            "sm80/schedule.cuh",
+            "sm80/pipeline.cuh",
+        ),
     ),
 }
 # family -> what precedes the body when it is compiled for a GPU: the types, which the host shares, and the primitives.

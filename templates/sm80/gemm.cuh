@@ -1,31 +1,51 @@
 // ---- The two matrix products of one softmax step
 //
-// Per warp: kWarpRows query rows against kStepN keys. Warps split the rows only (split-Q), so no warp ever needs
-// another's result.
+// kWarpRows query rows against kStepN keys, for one warp, or for two that share the rows (kWarpsN): then each takes
+// half of the keys in S = Q K^T and half of the head dim in O += P V. Rows are never split, so no other warp's result
+// is needed.
 
+constexpr int kWarpKeys = kStepN / kWarpsN;  // keys of a step that a warp multiplies with Q
 constexpr int kTilesM = kWarpRows / 16;  // m16 tiles of a warp's rows
-constexpr int kTilesS = kStepN / 8;  // n8 tiles of S
-constexpr int kTilesO = kHeadDimPadded / 8;  // n8 tiles of O
+constexpr int kTilesS = kWarpKeys / 8;  // n8 tiles of its part of S
+constexpr int kTilesO = kHeadDimPadded / kWarpsN / 8;  // n8 tiles of its part of O
 constexpr int kStepsQK = (kHeadDim + 15) / 16;  // k16 steps of Q K^T; columns beyond are zero
+constexpr int kStepsP = kWarpKeys / 16;  // k16 steps of P V that the warp's own P feeds
 constexpr int kStepsPV = kStepN / 16;  // k16 steps of P V
-constexpr int kPairsO = (kHeadDim + 15) / 16;  // pairs of n8 tiles of O that are not padding
+constexpr int kPairsO =
+    kWarpsN > 1 ? kTilesO / 2 : (kHeadDim + 15) / 16;  // pairs of n8 tiles of O that are not padding
 constexpr int kPanelQ = kBlockM * kPanelRowBytes;  // bytes between the panels of Q
 constexpr int kPanelKV = kBlockN * kPanelRowBytes;  // bytes between the panels of K and V
+constexpr int kRowBytesP = kStepN * 2;  // a row of the tile through which two warps share P
 constexpr int kRows16 = 16 * kPanelRowBytes;  // bytes between groups of 16 rows
 
-// Accumulators: [i][n][e] is row i * 16 + e / 2 * 8 + lane / 4 of the warp, column n * 8 + lane % 4 * 2 + e % 2.
+// Accumulators: [i][n][e] is row i * 16 + e / 2 * 8 + lane / 4 of the warp, column n * 8 + lane % 4 * 2 + e % 2 of its
+// part.
 using ScoreTile = float[kTilesM][kTilesS][4];
 using OutputTile = float[kTilesM][kTilesO][4];
 
 // Operands of mma, 16-bit elements two by two.
-using ProbabilityFragments = u32[kStepsPV][kTilesM][4];
+using ProbabilityFragments = u32[kStepsP][kTilesM][4];
 using QueryFragments = u32[kQInRegs ? kStepsQK : 1][kTilesM][4];
+
+FUNC void clear_output(OutputTile& acc_o) {
+#pragma unroll
+  for (int i = 0; i < kTilesM; i++)
+#pragma unroll
+    for (int n = 0; n < kTilesO; n++)
+#pragma unroll
+      for (int e = 0; e < 4; e++) acc_o[i][n][e] = 0.f;
+}
 
 // A fragments of Q for k step `k`.
 FUNC void load_query_fragments(u32 (&frag)[kTilesM][4], u32 lane_q, int k) {
 #pragma unroll
   for (int i = 0; i < kTilesM; i++)
     ldmatrix_x4(frag[i], (lane_q ^ (k % kPanelSteps * 32)) + k / kPanelSteps * kPanelQ + i * kRows16);
+}
+
+FUNC void load_all_query_fragments(QueryFragments& frag_q, u32 lane_q) {
+#pragma unroll
+  for (int k = 0; k < kStepsQK; k++) load_query_fragments(frag_q[k], lane_q, k);
 }
 
 // B fragment of k step `k` for a pair of n8 tiles (16 keys).
@@ -79,7 +99,7 @@ FUNC void gemm_qk(ScoreTile& acc_s, const QueryFragments& frag_q, u32 lane_q, u3
 // Packs P to 16 bits. Two neighbouring n8 tiles of S are the A fragment of one k16 step of P V: no shuffle, no memory.
 FUNC void pack_probabilities(ProbabilityFragments& frag_p, const ScoreTile& p) {
 #pragma unroll
-  for (int k = 0; k < kStepsPV; k++)
+  for (int k = 0; k < kStepsP; k++)
 #pragma unroll
     for (int i = 0; i < kTilesM; i++)
 #pragma unroll
@@ -87,10 +107,10 @@ FUNC void pack_probabilities(ProbabilityFragments& frag_p, const ScoreTile& p) {
         frag_p[k][i][j] = pack2<Element>(p[i][2 * k + j / 2][j % 2 * 2], p[i][2 * k + j / 2][j % 2 * 2 + 1]);
 }
 
-// acc_o += P V.
-FUNC void gemm_pv(OutputTile& acc_o, const ProbabilityFragments& frag_p, u32 lane_v) {
+// acc_o += P V. P is the warp's own, or, where two warps share the rows, what both have put into the tile at lane_p.
+FUNC void gemm_pv(OutputTile& acc_o, const ProbabilityFragments& frag_p, u32 lane_p, u32 lane_v) {
   constexpr int kFragments = kStepsPV * kPairsO;
-  u32 frag_v[2][4];
+  u32 frag_a[kTilesM][4], frag_v[2][4];
   auto load_value_fragment = [&](int f) {
     const int k = f / kPairsO, pair = f % kPairsO;
     ldmatrix_x4_trans(frag_v[f % 2],
@@ -104,8 +124,14 @@ FUNC void gemm_pv(OutputTile& acc_o, const ProbabilityFragments& frag_p, u32 lan
     const u32(&b)[4] = frag_v[f % 2];
 #pragma unroll
     for (int i = 0; i < kTilesM; i++) {
-      mma_m16n8k16<Element>(acc_o[i][2 * pair], frag_p[k][i], b[0], b[1]);
-      mma_m16n8k16<Element>(acc_o[i][2 * pair + 1], frag_p[k][i], b[2], b[3]);
+      if constexpr (kWarpsN > 1) {
+        if (pair == 0) ldmatrix_x4(frag_a[i], (lane_p ^ (k * 32)) + i * 16 * kRowBytesP);
+        mma_m16n8k16<Element>(acc_o[i][2 * pair], frag_a[i], b[0], b[1]);
+        mma_m16n8k16<Element>(acc_o[i][2 * pair + 1], frag_a[i], b[2], b[3]);
+      } else {
+        mma_m16n8k16<Element>(acc_o[i][2 * pair], frag_p[k][i], b[0], b[1]);
+        mma_m16n8k16<Element>(acc_o[i][2 * pair + 1], frag_p[k][i], b[2], b[3]);
+      }
     }
   }
 }

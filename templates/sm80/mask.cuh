@@ -3,7 +3,7 @@
 // Query i sees key j iff j < seqlen_k and, with causal attention, j <= i + diagonal, diagonal = seqlen_k - seqlen_q:
 // the last query sees the last key (aligned bottom-right).
 
-// Sets the scores of invisible keys to -inf. `row` and `column` are the query and key of the warp's first score.
+// Sets the scores of invisible keys to -inf. `row` and `column` are the row and key of the warp's first score.
 FUNC void mask_scores(ScoreTile& acc_s, int row, int column, int seqlen_k, int diagonal) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -11,7 +11,7 @@ FUNC void mask_scores(ScoreTile& acc_s, int row, int column, int seqlen_k, int d
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       int end = seqlen_k;
-      if constexpr (kCausal) end = min_i32(end, row + i * 16 + r * 8 + lane / 4 + diagonal + 1);
+      if constexpr (kCausal) end = min_i32(end, query_of(row + i * 16 + r * 8 + lane / 4) + diagonal + 1);
 #pragma unroll
       for (int n = 0; n < kTilesS; n++)
 #pragma unroll
@@ -20,8 +20,8 @@ FUNC void mask_scores(ScoreTile& acc_s, int row, int column, int seqlen_k, int d
     }
 }
 
-// Key blocks that some row of a query block sees, and how many of them, from the left, every row sees whole. The rest
-// cross the diagonal or the end of the keys and need a mask.
+// Key blocks that some row of a query block sees, and how many of them, from the left, need no mask: every row sees
+// them whole, and has seen a key to the right of them before. The rest cross the diagonal or the end of the keys.
 struct KeyBlocks {
   int visible, whole;
 };
@@ -29,10 +29,10 @@ struct KeyBlocks {
 FUNC KeyBlocks key_blocks(int row_0, int seqlen_k, int diagonal) {
   KeyBlocks blocks = {(seqlen_k + kBlockN - 1) / kBlockN, seqlen_k / kBlockN};
   if constexpr (kCausal) {
-    const int last_end = max_i32(row_0 + kBlockM + diagonal, 0);  // keys that the last row of a full query block sees
-    const int first_end = max_i32(row_0 + 1 + diagonal, 0);  // keys that the first row sees
+    const int last_end = max_i32(query_of(row_0 + kBlockM - 1) + 1 + diagonal, 0);  // keys that the last row sees
+    const int first_end = max_i32(query_of(row_0) + 1 + diagonal, 0);  // keys that the first row sees
     blocks.visible = min_i32(blocks.visible, (last_end + kBlockN - 1) / kBlockN);
-    blocks.whole = min_i32(blocks.whole, first_end / kBlockN);
+    blocks.whole = min_i32(blocks.whole, max_i32(first_end - 1, 0) / kBlockN);
   }
   return blocks;
 }

@@ -30,6 +30,25 @@ FUNC float quad_sum(float v) {
   return v + shfl_xor(v, 2);
 }
 
+// The row maxima of both warps that share the rows.
+FUNC void share_max(float (&row_max)[kTilesM][2]) {
+  float theirs[kTilesM][2];
+  exchange_rows(theirs, row_max);
+#pragma unroll
+  for (int i = 0; i < kTilesM; i++)
+#pragma unroll
+    for (int r = 0; r < 2; r++) row_max[i][r] = max_f32(row_max[i][r], theirs[i][r]);
+}
+
+FUNC void share_sum(float (&row_sum)[kTilesM][2]) {
+  float theirs[kTilesM][2];
+  exchange_rows(theirs, row_sum);
+#pragma unroll
+  for (int i = 0; i < kTilesM; i++)
+#pragma unroll
+    for (int r = 0; r < 2; r++) row_sum[i][r] += theirs[i][r];
+}
+
 FUNC void clear_softmax(SoftmaxState& softmax) {
 #pragma unroll
   for (int i = 0; i < kTilesM; i++)
@@ -38,7 +57,7 @@ FUNC void clear_softmax(SoftmaxState& softmax) {
       softmax.row_max[i][r] = neg_inf();
       softmax.row_sum[i][r] = 0.f;
     }
-  if constexpr (kGuarded) softmax.guard_limit = kGuardLimit;
+  if constexpr (kGuarded && !kDeferred) softmax.guard_limit = kGuardLimit;
 }
 
 // O *= alpha, row by row; skipped when no row of the warp got a new maximum.
@@ -57,21 +76,29 @@ FUNC void rescale_output(OutputTile& acc_o, const float (&alpha)[kTilesM][2]) {
 
 // Online softmax: m' = max(m, rowmax S), alpha = 2^((m - m') c), l = alpha l + rowsum P, O = alpha O; acc_s becomes P.
 FUNC void online_softmax(ScoreTile& acc_s, OutputTile& acc_o, SoftmaxState& softmax, float scale_log2) {
-  float alpha[kTilesM][2], reference[kTilesM][2];
+  float alpha[kTilesM][2], reference[kTilesM][2], step_max[kTilesM][2];
   bool large = false;
 #pragma unroll
   for (int i = 0; i < kTilesM; i++)
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      float step_max = max_f32(acc_s[i][0][2 * r], acc_s[i][0][2 * r + 1]);
+      step_max[i][r] = max_f32(acc_s[i][0][2 * r], acc_s[i][0][2 * r + 1]);
 #pragma unroll
       for (int n = 1; n < kTilesS; n++)
-        step_max = max_f32(step_max, max_f32(acc_s[i][n][2 * r], acc_s[i][n][2 * r + 1]));
+        step_max[i][r] = max_f32(step_max[i][r], max_f32(acc_s[i][n][2 * r], acc_s[i][n][2 * r + 1]));
+      step_max[i][r] = quad_max(step_max[i][r]);
+    }
+  if constexpr (kWarpsN > 1) share_max(step_max);
+#pragma unroll
+  for (int i = 0; i < kTilesM; i++)
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
       const float old_max = softmax.row_max[i][r];
-      const float new_max = max_f32(old_max, quad_max(step_max));
+      const float new_max = max_f32(old_max, step_max[i][r]);
       // A row that has seen no key yet: any finite reference gives 2^-inf = 0 where -inf - -inf would give NaN.
       reference[i][r] = new_max == neg_inf() ? 0.f : new_max;
-      alpha[i][r] = ex2((old_max - reference[i][r]) * scale_log2);
+      // Nothing to rescale before a row's first key: O and l are 0, and the first step skips the pass over O.
+      alpha[i][r] = old_max == neg_inf() ? 1.f : ex2((old_max - reference[i][r]) * scale_log2);
       softmax.row_max[i][r] = new_max;
       softmax.row_sum[i][r] *= alpha[i][r];
       large = large || abs_f32(reference[i][r] * scale_log2) > kLargeReference;
@@ -98,15 +125,31 @@ FUNC void online_softmax(ScoreTile& acc_s, OutputTile& acc_o, SoftmaxState& soft
     for (int n = 0; n < kTilesS; n++)
 #pragma unroll
       for (int e = 0; e < 4; e++) softmax.row_sum[i][e / 2] += acc_s[i][n][e];
-  if constexpr (kGuarded) softmax.guard_limit = large ? -1.f : kGuardLimit;
+  if constexpr (kGuarded && !kDeferred) softmax.guard_limit = large ? -1.f : kGuardLimit;
   rescale_output(acc_o, alpha);
 }
 
-// Guarded softmax: the rows' reference is kept, so there is no maximum, no shuffle and no rescale. Returns false for
-// the whole warp if some lane's sum of this step left its range (or is NaN, or its reference is large or missing): then
-// acc_s is of no use and nothing else was changed.
-FUNC bool guarded_softmax(ScoreTile& acc_s, SoftmaxState& softmax, float scale_log2) {
-  float reference[kTilesM][2], step_sum[kTilesM][2];
+// A reference from the first 8 keys of a step, good enough for a guarded softmax: any score of the row serves that is
+// not too far below its maximum. All of the warp's rows see these keys.
+FUNC void sample_reference(SoftmaxState& softmax, const ScoreTile& acc_s, float scale_log2) {
+  bool large = false;
+#pragma unroll
+  for (int i = 0; i < kTilesM; i++)
+#pragma unroll
+    for (int r = 0; r < 2; r++) softmax.row_max[i][r] = quad_max(max_f32(acc_s[i][0][2 * r], acc_s[i][0][2 * r + 1]));
+  if constexpr (kWarpsN > 1) share_max(softmax.row_max);
+#pragma unroll
+  for (int i = 0; i < kTilesM; i++)
+#pragma unroll
+    for (int r = 0; r < 2; r++) large = large || abs_f32(softmax.row_max[i][r] * scale_log2) > kLargeReference;
+  if constexpr (!kDeferred) softmax.guard_limit = any_lane(large) ? -1.f : kGuardLimit;
+}
+
+// Guarded softmax: P of a step against the reference that the rows have, so there is no maximum, no shuffle and no
+// rescale. step_sum is this lane's part of the row sums.
+FUNC void guarded_softmax(ScoreTile& acc_s, float (&step_sum)[kTilesM][2], const SoftmaxState& softmax,
+                          float scale_log2) {
+  float reference[kTilesM][2];
 #pragma unroll
   for (int i = 0; i < kTilesM; i++)
 #pragma unroll
@@ -120,14 +163,40 @@ FUNC bool guarded_softmax(ScoreTile& acc_s, SoftmaxState& softmax, float scale_l
         acc_s[i][n][e] = ex2(fma_f32(acc_s[i][n][e], scale_log2, -reference[i][e / 2]));
         step_sum[i][e / 2] = n == 0 && e % 2 == 0 ? acc_s[i][n][e] : step_sum[i][e / 2] + acc_s[i][n][e];
       }
+}
+
+// Proof of one step: no lane's sum left its range or is NaN (or its reference is large or missing).
+FUNC bool is_step_proved(const SoftmaxState& softmax, const float (&step_sum)[kTilesM][2]) {
   bool proved = true;
 #pragma unroll
   for (int i = 0; i < kTilesM; i++)
     proved = proved && step_sum[i][0] < softmax.guard_limit && step_sum[i][1] < softmax.guard_limit;
-  if (!all_lanes(proved)) return false;
+  return proved;
+}
+
+FUNC void add_step_sum(SoftmaxState& softmax, const float (&step_sum)[kTilesM][2]) {
 #pragma unroll
   for (int i = 0; i < kTilesM; i++)
 #pragma unroll
     for (int r = 0; r < 2; r++) softmax.row_sum[i][r] += step_sum[i][r];
-  return true;
+}
+
+// Proof of a whole query block: nothing left float's range if O and the sums are finite, for what overflows on the way
+// (p, a sum, a product) stays infinite or becomes NaN; and no reference is large, so that the exponents are right.
+FUNC bool is_block_proved(const OutputTile& acc_o, const SoftmaxState& softmax, float scale_log2) {
+  float probe[4] = {0.f, 0.f, 0.f, 0.f};  // stays 0 as long as what it meets is finite
+  bool small = true;
+#pragma unroll
+  for (int i = 0; i < kTilesM; i++) {
+#pragma unroll
+    for (int n = 0; n < 2 * kPairsO; n++)
+#pragma unroll
+      for (int e = 0; e < 4; e++) probe[e] = fma_f32(acc_o[i][n][e], 0.f, probe[e]);
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      probe[r] = fma_f32(softmax.row_sum[i][r], 0.f, probe[r]);
+      small = small && abs_f32(softmax.row_max[i][r] * scale_log2) <= kLargeReference;
+    }
+  }
+  return small && probe[0] + probe[1] + probe[2] + probe[3] == 0.f;
 }

@@ -11,13 +11,18 @@ constexpr int kPanelChunks = kPanelColumns / 8;  // 16-byte chunks of a panel's 
 constexpr int kPanelSteps = kPanelColumns / 16;  // k16 steps, or pairs of n8 tiles, in a panel
 constexpr int kPanels = kHeadDimPadded / kPanelColumns;
 constexpr int kRowsPerPass = kThreads / kPanelChunks;
-constexpr int kChunks = (kHeadDim + 15) / 16 * 2;  // 16-byte chunks of a row that the products read
+constexpr int kChunks = kWarpsN > 1 ? kHeadDimPadded / 8 : (kHeadDim + 15) / 16 * 2;  // of a row, that are multiplied
 
-// Byte offset of a chunk of a row inside a panel. Two rows of 64 bytes share the 32 banks that one of 128 fills.
-FUNC u32 swizzled(int row, int chunk) {
-  const int key = kPanelColumns == 64 ? row & 7 : row / 2 & 3;
-  return row * kPanelRowBytes + ((chunk ^ key) * 16);
+// Byte offset of a chunk of a row of kRowBytes, 128 or 64. Two rows of 64 bytes share the 32 banks that one of 128
+// fills.
+template <int kRowBytes>
+FUNC u32 swizzled_row(int row, int chunk) {
+  const int key = kRowBytes == 128 ? row & 7 : row / 2 & 3;
+  return row * kRowBytes + ((chunk ^ key) * 16);
 }
+
+// The same inside a panel.
+FUNC u32 swizzled(int row, int chunk) { return swizzled_row<kPanelRowBytes>(row, chunk); }
 
 // Lane address for ldmatrix.x4 of 16 rows x 16 columns at the tile's first row and column: the A operand (Q) and,
 // transposed, the B operand of P V. Going k steps of 16 columns to the right inside a panel is XOR k * 32, because a
@@ -81,15 +86,24 @@ FUNC void load_tile(u32 to, gptr<const Element> from, i64 pass_bytes, int num_ro
   }
 }
 
-// Loads this warp's rows of Q into its part of the Q tile; rows from num_rows on become zero.
-FUNC void load_q_rows(u32 tile_q, gptr<const Element> q, i64 row_stride, int num_rows) {
+// Query of a row: the rows of a key/value head's query heads are packed position by position, or there is one head.
+FUNC int query_of(int row) { return kPackGqa ? row / kGqaRatio : row; }
+
+// Elements from a head's first row to row `row` of q or o.
+FUNC i64 row_offset(int row, i64 row_stride, i64 head_stride) {
+  if constexpr (kPackGqa) return query_of(row) * row_stride + row % kGqaRatio * head_stride;
+  return row * row_stride;
+}
+
+// Loads a warp's share of the query block that begins at row_0 into the Q tile; rows from num_rows on become zero.
+FUNC void load_q_rows(u32 tile_q, gptr<const Element> q, i64 row_stride, i64 head_stride, int row_0, int num_rows) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int chunk = lane % kPanelChunks;
 #pragma unroll
-  for (int i = 0; i < kWarpRows; i += 32 / kPanelChunks) {
-    const int row = warp * kWarpRows + i + lane / kPanelChunks;
-    const bool valid = row < num_rows;
-    const gptr<const Element> source = q + (row * row_stride + chunk * 8);
+  for (int i = 0; i < kBlockM / kNumWarps; i += 32 / kPanelChunks) {
+    const int row = warp * (kBlockM / kNumWarps) + i + lane / kPanelChunks;
+    const bool valid = row_0 + row < num_rows;
+    const gptr<const Element> source = q + (row_offset(row_0 + row, row_stride, head_stride) + chunk * 8);
 #pragma unroll
     for (int panel = 0; panel < kPanels; panel++)
       load_chunk(tile_q + panel * kBlockM * kPanelRowBytes + swizzled(row, chunk), source + panel * kPanelColumns,
@@ -97,19 +111,22 @@ FUNC void load_q_rows(u32 tile_q, gptr<const Element> q, i64 row_stride, int num
   }
 }
 
-// Stores this warp's rows of O from its part of the Q tile; rows from num_rows on are not stored.
-FUNC void store_o_rows(gptr<Element> o, u32 tile_o, i64 row_stride, int num_rows) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+// Stores this warp's part of O from the tile that begins at row_0: its rows from first_row and panels from first_panel
+// on; rows from num_rows on are not stored.
+FUNC void store_o_rows(gptr<Element> o, u32 tile_o, i64 row_stride, i64 head_stride, int first_row, int first_panel,
+                       int row_0, int num_rows) {
+  const int lane = threadIdx.x % 32;
   const int chunk = lane % kPanelChunks;
 #pragma unroll
   for (int i = 0; i < kWarpRows; i += 32 / kPanelChunks) {
-    const int row = warp * kWarpRows + i + lane / kPanelChunks;
+    const int row = first_row + i + lane / kPanelChunks;
 #pragma unroll
-    for (int panel = 0; panel < kPanels; panel++) {
+    for (int j = 0; j < kPanels / kWarpsN; j++) {
+      const int panel = first_panel + j;
       const int column = (panel * kPanelChunks + chunk) * 8;
-      if (row >= num_rows || column >= kHeadDim) continue;
+      if (row_0 + row >= num_rows || column >= kHeadDim) continue;
       const u32x4 value = ld_shared<u32x4>(tile_o + panel * kBlockM * kPanelRowBytes + swizzled(row, chunk));
-      const gptr<Element> target = o + (row * row_stride + column);
+      const gptr<Element> target = o + (row_offset(row_0 + row, row_stride, head_stride) + column);
       if constexpr (kVectorBytes == 16) {
         st_global(target, value);
       } else {
