@@ -125,7 +125,6 @@ def fwd_plan(
         num_m_blocks=num_m_blocks,
         heads_per_section=section,
         tail_m_blocks=num_m_blocks // 2 if spec.causal else 0,
-        reserved=0,
         softmax_scale=softmax_scale,
         scale_log2=max(softmax_scale * math.log2(math.e), _SMALLEST_SCALE),
     )

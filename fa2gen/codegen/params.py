@@ -31,7 +31,7 @@ class ParamStruct:
     Attributes:
         name: C++ name.
         comment: Comment lines above the declaration.
-        fields: In order; fields of 8 bytes come before fields of 4, so that there is no padding inside.
+        fields: In order; fields of 8 bytes come before fields of 4, so that padding is needed at the end only.
     """
 
     name: str
@@ -40,12 +40,13 @@ class ParamStruct:
 
     @cached_property
     def format(self) -> str:
-        """``struct`` format of the packed bytes, little-endian, without padding."""
-        return "<" + "".join(_TYPES[field.kind][0] for field in self.fields)
+        """``struct`` format of the packed bytes, little-endian; as in C++ the end is padded to a multiple of 8."""
+        fields = "<" + "".join(_TYPES[field.kind][0] for field in self.fields)
+        return f"{fields}{-struct.calcsize(fields) % 8}x"
 
     @cached_property
     def size(self) -> int:
-        """Bytes; a multiple of 8, so that it equals C++'s sizeof."""
+        """Bytes, C++'s sizeof."""
         return struct.calcsize(self.format)
 
     @cached_property
@@ -128,7 +129,6 @@ FWD_PARAMS = ParamStruct(
             "tail_m_blocks",
             "query blocks, the first of each head, that start after all others; from 0 to num_m_blocks all are right",
         ),
-        Field("int", "reserved", "0"),
         Field("float", "softmax_scale", "at least 0, usually 1 / sqrt(head_dim)"),
         Field("float", "scale_log2", "softmax_scale * log2(e); where that is 0, a positive number as small as 2^-149"),
     ),
