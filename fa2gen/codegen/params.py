@@ -122,12 +122,12 @@ FWD_PARAMS = ParamStruct(
         Field(
             "int",
             "heads_per_section",
-            "query heads whose K and V fit in half of L2; from 1 to batch * num_heads all are right",
+            "heads of the schedule whose K and V fit in half of L2; from 1 to all of them are right",
         ),
         Field(
             "int",
             "tail_m_blocks",
-            "query blocks, the first of each head, that start after all others; from 0 to num_m_blocks all are right",
+            "query blocks, each head's first, that start after all others; 0 to num_m_blocks are right",
         ),
         Field("float", "softmax_scale", "at least 0, usually 1 / sqrt(head_dim)"),
         Field("float", "scale_log2", "softmax_scale * log2(e); where that is 0, a positive number as small as 2^-149"),

@@ -4,9 +4,8 @@
 //   - one stage: K(i + 1) is loaded behind P V(i), V(i) behind Q K(i)^T; two block barriers a tile;
 //   - two stages or more: whole tiles are loaded kNumStages - 1 ahead, one block barrier a tile;
 //   - ring: the same, but each stage has a "full" mbarrier, on which a tile's copies arrive, and an "empty" one, on
-//   which
-//     every warp arrives when it is done with the tile. Warps drift apart by a tile instead of meeting at a barrier,
-//     which is worth most where a single block fills the SM.
+//     which every warp arrives when it is done with the tile. Warps drift apart by a tile instead of meeting at a
+//     barrier, which is worth most where a single block fills the SM.
 
 constexpr int kTilesAhead = kNumStages > 1 ? kNumStages - 1 : 1;
 constexpr int kGroupsPending = kNumStages > 1 ? kNumStages - 2 : 0;  // copy groups after the current tile's

@@ -31,6 +31,10 @@ COVERING = [
     (KernelSpec(head_dim=96, causal=True), FwdConfig(block_n=32, step_n=32, num_stages=3, min_blocks=1), (8, 6)),
     (KernelSpec(head_dim=111, alignment=2), FwdConfig(block_m=64, num_stages=1), (12, 0)),
     (KernelSpec(head_dim=40, causal=True, dtype="fp16"), FwdConfig(num_stages=1), (10, 0)),
+    *(
+        (KernelSpec(head_dim=d, causal=True), default_config(KernelSpec(head_dim=d)), (9, 0))
+        for d in (32, 192, 200, 256)
+    ),
 ]
 CONFIGS = [
     *{config for _, config, _ in COVERING},
@@ -84,6 +88,14 @@ def test_fast_configs_do_not_spill_in_their_loops(compiled):
     for kernel, (_, config, _) in zip(compiled, GRID, strict=True):
         if config in (FAST_128, FAST_64):
             assert kernel.resources.spill_store_bytes <= 64, (kernel.source.entry, kernel.target, kernel.resources)
+
+
+def test_accumulators_stay_in_registers(compiled):
+    # Where nvcc leaves a long loop rolled, the arrays that it indexes lie in local memory: 512 bytes at head dim 192.
+    for kernel, (spec, config, _) in zip(compiled, GRID, strict=True):
+        if config == default_config(spec):
+            spilled = kernel.resources.spill_store_bytes
+            assert kernel.resources.stack_bytes <= spilled + 64, (kernel.source.entry, kernel.target, kernel.resources)
 
 
 def test_plain_nvcc_makes_the_same_bytes(compiled, tmp_path):
