@@ -1,7 +1,7 @@
 """Which configs are worth trying for a spec on a GPU, and for every other one the reason why not.
 
 Legality itself is decided in ``constraints.py``; this module lists the grid and drops what would compile to the same
-code as another member.
+code as another member, or is known to lose everywhere.
 """
 
 from __future__ import annotations
@@ -10,11 +10,22 @@ import functools
 import hashlib
 import itertools
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from fa2gen.constraints import infeasible_reason
 from fa2gen.hardware import ArchLimits, Gpu
-from fa2gen.spec import SOFTMAXES, FwdConfig, KernelSpec
+from fa2gen.spec import FwdConfig, KernelSpec
+
+# Tunables that mean something only together are one: a ring needs two stages, a proof the guarded softmax.
+_COPIES = {
+    "1": (1, "barrier"),
+    "2": (2, "barrier"),
+    "3": (3, "barrier"),
+    "2 ring": (2, "ring"),
+    "3 ring": (3, "ring"),
+}
+_SOFTMAXES = {"online": ("online", "step"), "guarded": ("guarded", "step"), "guarded block": ("guarded", "block")}
 
 # Every tunable and its values; Optuna sees the same lists.
 GRID: dict[str, tuple[int | bool | str, ...]] = {
@@ -23,13 +34,22 @@ GRID: dict[str, tuple[int | bool | str, ...]] = {
     # Keys per tile over keys per softmax step: step_n = block_n / step_divisor.
     "step_divisor": (1, 2, 3, 4),
     "num_warps": (2, 4, 8),
-    "num_stages": (1, 2, 3),
+    # Warps that share query rows.
+    "warps_n": (1, 2),
+    # num_stages and pipeline.
+    "copies": tuple(_COPIES),
     "q_in_regs": (False, True),
-    "softmax": SOFTMAXES,
+    # softmax and proof.
+    "softmax": tuple(_SOFTMAXES),
     "min_blocks": (1, 2, 3),
+    "pack_gqa": (False, True),
 }
-# A step of 16 keys gives the tensor cores too little between two softmaxes; 32 inside 64 already costs 9 %.
+# A step of 16 keys gives the tensor cores too little between two softmaxes (32 inside 64 already costs 9 %), but where
+# the output takes most registers it may be all that fits.
 MIN_STEP_N = 32
+_NARROW_STEP_N, _WIDE_HEAD_DIM = 16, 192
+# Warps an SM that the register budget may have to allow; 16 leave a thread 128 registers.
+_MAX_PROMISED_WARPS = 16
 
 
 @dataclass(frozen=True)
@@ -50,15 +70,21 @@ def config_of(params: dict[str, int | bool | str]) -> FwdConfig | None:
     block_n, divisor = int(params["block_n"]), int(params["step_divisor"])
     if block_n % (16 * divisor):
         return None
+    num_stages, pipeline = _COPIES[str(params["copies"])]
+    softmax, proof = _SOFTMAXES[str(params["softmax"])]
     return FwdConfig(
         block_m=int(params["block_m"]),
         block_n=block_n,
         step_n=block_n // divisor,
         num_warps=int(params["num_warps"]),
-        num_stages=int(params["num_stages"]),
+        num_stages=num_stages,
         q_in_regs=bool(params["q_in_regs"]),
-        softmax=str(params["softmax"]),
+        softmax=softmax,
         min_blocks=int(params["min_blocks"]),
+        proof=proof,
+        pipeline=pipeline,
+        warps_n=int(params["warps_n"]),
+        pack_gqa=bool(params["pack_gqa"]),
     )
 
 
@@ -69,10 +95,12 @@ def params_of(config: FwdConfig) -> dict[str, int | bool | str]:
         "block_n": config.block_n,
         "step_divisor": config.block_n // config.step_n,
         "num_warps": config.num_warps,
-        "num_stages": config.num_stages,
+        "warps_n": config.warps_n,
+        "copies": f"{config.num_stages}{' ring' if config.pipeline == 'ring' else ''}",
         "q_in_regs": config.q_in_regs,
-        "softmax": config.softmax,
+        "softmax": f"{config.softmax}{' block' if config.proof == 'block' else ''}",
         "min_blocks": config.min_blocks,
+        "pack_gqa": config.pack_gqa,
     }
 
 
@@ -84,21 +112,58 @@ def register_cap(config: FwdConfig, arch: ArchLimits) -> int:
 
 
 @functools.cache
-def grid() -> tuple[FwdConfig, ...]:
-    """Every config of the grid, legal or not."""
-    points = (config_of(dict(zip(GRID, values, strict=True))) for values in itertools.product(*GRID.values()))
-    return tuple(config for config in points if config is not None)
+def grid(*, packed: bool = False) -> tuple[FwdConfig, ...]:
+    """Every config of ``GRID`` that could be legal for some spec.
+
+    Args:
+        packed: Also those that pack the query heads of a group.
+    """
+    values = {**GRID, "pack_gqa": GRID["pack_gqa"] if packed else (False,)}
+    names, configs = tuple(values), []
+    for point in itertools.product(*values.values()):
+        params = dict(zip(names, point, strict=True))
+        # Before a config is made: it leaves out nine of ten points of the product, which has 70,000.
+        if _rows_reason(params["block_m"], params["num_warps"], params["warps_n"]) or (
+            params["copies"] == "1" and params["step_divisor"] != 1
+        ):
+            continue
+        config = config_of(params)
+        if config is not None and _futile_reason(config) is None:
+            configs.append(config)
+    return tuple(configs)
+
+
+def _rows_reason(block_m: Any, num_warps: Any, warps_n: Any) -> str | None:
+    rows, rest = divmod(block_m * warps_n, num_warps)
+    if rest or rows % 16 or rows > 64 or (warps_n > 1 and (rows < 32 or num_warps < 4)):
+        shared = f", {warps_n} sharing rows" if warps_n > 1 else ""
+        return f"{num_warps} warps of {block_m} rows{shared}: not 16, 32, 48 or 64 rows each, or too few to share"
+    return None
+
+
+def _futile_reason(config: FwdConfig) -> str | None:
+    """Why a config serves no spec, or none well; a cheap sieve before ``constraints.py`` sees it."""
+    if reason := _rows_reason(config.block_m, config.num_warps, config.warps_n):
+        return reason
+    if config.num_stages == 1 and config.step_n != config.block_n:
+        return "num_stages 1 needs step_n == block_n: K is released after one step"
+    if config.warps_n > 1 and (config.q_in_regs or config.num_stages < 2 or config.step_n not in (32, 64)):
+        return f"warps_n {config.warps_n} needs Q in shared memory, two stages and steps of 32 or 64 keys"
+    if config.num_warps * config.min_blocks > _MAX_PROMISED_WARPS:
+        return f"min_blocks {config.min_blocks} of {config.num_warps} warps leaves a thread too few registers"
+    return None
 
 
 def exclusion_reason(spec: KernelSpec, config: FwdConfig, arch: ArchLimits) -> str | None:
     """Why a config is not in the space, or None."""
-    if config.step_n < MIN_STEP_N:
-        return f"step_n {config.step_n} is below {MIN_STEP_N}"
-    reason = infeasible_reason(spec, config, arch)
+    least = _NARROW_STEP_N if spec.native_head_dim >= _WIDE_HEAD_DIM and config.warp_rows == 16 else MIN_STEP_N
+    if config.step_n < least:
+        return f"step_n {config.step_n} is below {least}"
+    reason = infeasible_reason(spec, config, arch) or _futile_reason(config)
     if reason is not None:
         return reason
     if config.min_blocks > 1:
-        fewer = FwdConfig(**{**config.canonical(), "min_blocks": config.min_blocks - 1})
+        fewer = replace(config, min_blocks=config.min_blocks - 1)
         if register_cap(fewer, arch) == register_cap(config, arch):
             return f"min_blocks {config.min_blocks} leaves the register budget of {fewer.min_blocks}: the same code"
     return None
@@ -112,7 +177,7 @@ def legal_space(spec: KernelSpec, gpu: Gpu) -> Space:
 @functools.lru_cache(maxsize=64)
 def _legal_space(spec: KernelSpec, arch: ArchLimits) -> Space:
     configs, excluded = [], []
-    for config in grid():
+    for config in grid(packed=spec.gqa_ratio > 1):
         reason = exclusion_reason(spec, config, arch)
         if reason is None:
             configs.append(config)
