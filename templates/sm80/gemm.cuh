@@ -89,6 +89,9 @@ FUNC void gemm_qk_step(ScoreTile& acc_s, const QueryFragments& frag_q, u32 (&fra
 
 // acc_s = Q K^T.
 FUNC void gemm_qk(ScoreTile& acc_s, const QueryFragments& frag_q, u32 lane_q, u32 lane_k) {
+  // Its variants for the k steps are computed here, three XORs a step: nvcc would keep each in a register of the whole
+  // loop, and at head dim 128 spill others for them (H200: 3 % of d 128).
+  lane_q = opaque(lane_q);
   u32 frag_k[2][4];
   load_key_fragment(frag_k[0], lane_k, 0, 0);
   gemm_qk_step<true>(acc_s, frag_q, frag_k, lane_q, lane_k, 0);
