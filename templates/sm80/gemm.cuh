@@ -110,30 +110,48 @@ FUNC void pack_probabilities(ProbabilityFragments& frag_p, const ScoreTile& p) {
         frag_p[k][i][j] = pack2<Element>(p[i][2 * k + j / 2][j % 2 * 2], p[i][2 * k + j / 2][j % 2 * 2 + 1]);
 }
 
-// acc_o += P V. P is the warp's own, or, where two warps share the rows, what both have put into the tile at lane_p.
-FUNC void gemm_pv(OutputTile& acc_o, const ProbabilityFragments& frag_p, u32 lane_p, u32 lane_v) {
-  constexpr int kFragments = kStepsPV * kPairsO;
-  u32 frag_a[kTilesM][4], frag_v[2][4];
-  auto load_value_fragment = [&](int f) {
-    const int k = f / kPairsO, pair = f % kPairsO;
-    ldmatrix_x4_trans(frag_v[f % 2],
-                      (lane_v ^ (pair % kPanelSteps * 32)) + pair / kPanelSteps * kPanelKV + k * kRows16);
-  };
-  load_value_fragment(0);
+// B fragment of P V for k step `k` (16 keys) and a pair of n8 tiles of O.
+FUNC void load_value_fragment(u32 (&frag)[4], u32 lane_v, int k, int pair) {
+  ldmatrix_x4_trans(frag, (lane_v ^ (pair % kPanelSteps * 32)) + pair / kPanelSteps * kPanelKV + k * kRows16);
+}
+
+// acc_o += P V, P being the warp's own. The next B fragment is loaded before the current one is used. (Two loops: nvcc
+// leaves one over the 48 fragments of head dim 192 rolled, with acc_o and P in memory.)
+FUNC void gemm_pv(OutputTile& acc_o, const ProbabilityFragments& frag_p, u32 lane_v) {
+  u32 frag_v[2][4];
+  load_value_fragment(frag_v[0], lane_v, 0, 0);
 #pragma unroll
-  for (int f = 0; f < kFragments; f++) {
-    const int k = f / kPairsO, pair = f % kPairsO;
-    if (f + 1 < kFragments) load_value_fragment(f + 1);
-    const u32(&b)[4] = frag_v[f % 2];
+  for (int k = 0; k < kStepsPV; k++)
 #pragma unroll
-    for (int i = 0; i < kTilesM; i++) {
-      if constexpr (kWarpsN > 1) {
-        if (pair == 0) ldmatrix_x4(frag_a[i], (lane_p ^ (k * 32)) + i * 16 * kRowBytesP);
-        mma_m16n8k16<Element>(acc_o[i][2 * pair], frag_a[i], b[0], b[1]);
-        mma_m16n8k16<Element>(acc_o[i][2 * pair + 1], frag_a[i], b[2], b[3]);
-      } else {
+    for (int pair = 0; pair < kPairsO; pair++) {
+      const int next = k * kPairsO + pair + 1;
+      if (next < kStepsPV * kPairsO) load_value_fragment(frag_v[next % 2], lane_v, next / kPairsO, next % kPairsO);
+      const u32(&b)[4] = frag_v[(next + 1) % 2];
+#pragma unroll
+      for (int i = 0; i < kTilesM; i++) {
         mma_m16n8k16<Element>(acc_o[i][2 * pair], frag_p[k][i], b[0], b[1]);
         mma_m16n8k16<Element>(acc_o[i][2 * pair + 1], frag_p[k][i], b[2], b[3]);
+      }
+    }
+}
+
+// Likewise where two warps share the rows: P is what both have put into the tile at lane_p.
+FUNC void gemm_pv_shared(OutputTile& acc_o, u32 lane_p, u32 lane_v) {
+  u32 frag_a[kTilesM][4], frag_v[2][4];
+  load_value_fragment(frag_v[0], lane_v, 0, 0);
+#pragma unroll
+  for (int k = 0; k < kStepsPV; k++) {
+#pragma unroll
+    for (int i = 0; i < kTilesM; i++) ldmatrix_x4(frag_a[i], (lane_p ^ (k * 32)) + i * 16 * kRowBytesP);
+#pragma unroll
+    for (int pair = 0; pair < kPairsO; pair++) {
+      const int next = k * kPairsO + pair + 1;
+      if (next < kStepsPV * kPairsO) load_value_fragment(frag_v[next % 2], lane_v, next / kPairsO, next % kPairsO);
+      const u32(&b)[4] = frag_v[(next + 1) % 2];
+#pragma unroll
+      for (int i = 0; i < kTilesM; i++) {
+        mma_m16n8k16<Element>(acc_o[i][2 * pair], frag_a[i], b[0], b[1]);
+        mma_m16n8k16<Element>(acc_o[i][2 * pair + 1], frag_a[i], b[2], b[3]);
       }
     }
   }

@@ -70,8 +70,8 @@ FUNC void start_pipeline(Pipeline& tiles, const FwdParams& p) {
     if (tile < tiles.num_tiles) {
       load_k(tiles, stage, tile == 0, p);
       if constexpr (kNumStages > 1) load_v(tiles, stage, tile == 0, p);
+      if constexpr (kRing) arrive_full(stage);
     }
-    if constexpr (kRing) arrive_full(stage);
     cp_async_commit();
     stage = stage + 1 == kNumStages ? 0 : stage + 1;
   }
