@@ -86,6 +86,8 @@ def _unary(words: Sequence[str], at: int, known: Mapping[str, Constant]) -> tupl
         return int(word, 0), at + 1
     if word in ("true", "false"):
         return word == "true", at + 1
-    if not re.fullmatch(r"[A-Za-z_]\w*", word) or words[at + 1 : at + 2] in (["("], ["<"], ["::"]):
+    after = words[at + 1] if at + 1 < len(words) else ""
+    # What is known is a constant, so `<` compares it; after another name it may begin a template's arguments.
+    if not re.fullmatch(r"[A-Za-z_]\w*", word) or after in ("(", "::") or (after == "<" and word not in known):
         raise _NotUnderstood
     return known.get(word), at + 1

@@ -1,4 +1,8 @@
-"""Takes the branches out of kernel text that ``if constexpr`` never takes: an emitted file holds one kernel only."""
+"""Takes out of kernel text what its constants decide: an emitted file holds one kernel only.
+
+Branches of ``if``, operands of ``? :`` and what they leave behind (a local value that nobody reads, an endless loop
+that ends in ``break``) go, so that the text reads as if it had been written for these constants.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +11,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from .evaluate import Constant, evaluate
+from .leftovers import without_leftovers
 from .lexer import Code
 
 _INDENT = 2
+_WIDTH = 120
+# Where the condition of `? :` begins, and where the expression ends.
+_BEFORE_CONDITION = frozenset(("=", "(", "[", "{", ",", ";", "}", "return", "?", ":"))
+_AFTER_EXPRESSION = frozenset((")", "]", "}", ",", ";"))
 
 
 @dataclass(frozen=True)
 class _Branch:
-    """An ``if constexpr``: token indices. ``end`` is the first token after the statement."""
+    """An ``if``: token indices. ``end`` is the first token after the statement."""
 
     start: int
-    condition: tuple[str, ...]
+    is_constexpr: bool
+    opened: int
     then: int
     then_end: int
     other: int | None
@@ -27,7 +37,7 @@ class _Branch:
 class _Folder:
     def __init__(self, code: Code, known: Mapping[str, Constant]) -> None:
         self.code = code
-        self.known = known
+        self.known = dict(known)
         self.cuts: list[tuple[int, int]] = []  # character ranges to leave out
 
     def run(self) -> str:
@@ -40,59 +50,88 @@ class _Folder:
                 continue
             pieces.append(self.code.text[at : max(at, start)])
             at = end
-        text = "".join([*pieces, self.code.text[at:]])
-        # What clang-format would do with the blank lines that are left over.
-        text = re.sub(r"\n{3,}", "\n\n", text)
-        return re.sub(r"\{\n\n", "{\n", re.sub(r"\n\n( *\})", r"\n\1", text))
+        return "".join([*pieces, self.code.text[at:]])
 
     def _walk(self, index: int, end: int) -> None:
         """Folds what is decided between two tokens; branches that are left out are not looked at again."""
         while index < end:
-            if self._is_constexpr(index):
+            word = self.code.word(index)
+            if word == "if":
                 branch = self._branch(index)
-                value = evaluate(branch.condition, self.known)
-                if value is not None:
-                    self._fold(branch, bool(value))
+                value = self._decide(branch)
+                if value is not None and (branch.is_constexpr or self._stands_alone(index)):
+                    self._fold(branch, value)
                     index = branch.end
                     continue
-                self._shorten(index)
+                if value is None:
+                    self._shorten(branch)
+            elif word == "else" and (rest := self._vanishing_else(index)):
+                self.cuts.append((self.code.ends[index - 1], self.code.ends[rest - 1]))
+                index = rest
+                continue
+            elif word == "?":
+                self._choose(index)
+            elif word == "constexpr":
+                self._learn(index)
             index += 1
 
-    def _is_constexpr(self, index: int) -> bool:
-        return self.code.word(index) == "if" and self.code.word(self.code.skip_comments(index + 1)) == "constexpr"
+    def _decide(self, branch: _Branch) -> bool | None:
+        """Value of a condition: also where one part of ``a && b`` is false and another is not understood."""
+        closed = self.code.partner[branch.opened]
+        value = evaluate(self.code.words[branch.opened + 1 : closed], self.known)
+        if value is None:
+            operator, parts = self._parts(branch)
+            decides = operator == "||"
+            if any(evaluate(self.code.words[begin:end], self.known) is decides for begin, end in parts):
+                return decides
+        return None if value is None else bool(value)
 
-    def _shorten(self, index: int) -> None:
-        """Leaves out the parts of an undecided ``a && b && c`` that are true, so that what it depends on is left."""
+    def _parts(self, branch: _Branch) -> tuple[str, list[tuple[int, int]]]:
+        """The parts of a condition ``a && b && c`` or ``a || b || c``; none if it is neither."""
         code = self.code
-        opened = code.skip_comments(code.skip_comments(index + 1) + 1)
-        closed = code.partner[opened]
-        begin, at = opened + 1, opened + 1
-        kept = False
-        while at <= closed:
-            if at < closed and code.words[at] != "&&":
-                at = code.after(at)
-                continue
-            last = at == closed
-            if evaluate(code.words[begin:at], self.known) is True:
-                # With the `&&` after it, or the one before it if something is kept already.
-                first = code.starts[begin] if not kept else code.ends[begin - 2]
-                self.cuts.append((first, code.ends[at - 1] if kept or last else code.starts[at + 1]))
-            else:
+        begin, closed = branch.opened + 1, code.partner[branch.opened]
+        operators: set[str] = set()
+        parts, at = [], begin
+        while at < closed:
+            word = code.words[at]
+            if word in ("&&", "||", "?", ";"):
+                operators.add(word)
+                parts.append((begin, at))
+                begin = at + 1
+            at = code.after(at)
+        operator = operators.pop() if len(operators) == 1 else ""
+        return (operator, [*parts, (begin, closed)]) if operator in ("&&", "||") else ("", [])
+
+    def _shorten(self, branch: _Branch) -> None:
+        """Leaves out the parts of an undecided ``a && b && c`` that are true, so that what it depends on is left.
+
+        Likewise those of ``a || b || c`` that are false.
+        """
+        code, kept = self.code, False
+        operator, parts = self._parts(branch)
+        for begin, end in parts:
+            if evaluate(code.words[begin:end], self.known) is not (operator == "&&"):
                 kept = True
-            begin = at = at + 1
+                continue
+            # With the operator after it, or the one before it if something is kept already.
+            first = code.starts[begin] if not kept else code.ends[begin - 2]
+            last = code.word(end) != operator
+            self.cuts.append((first, code.ends[end - 1] if kept or last else code.starts[end + 1]))
 
     def _branch(self, index: int) -> _Branch:
         code = self.code
-        opened = code.skip_comments(code.skip_comments(index + 1) + 1)
+        opened = code.skip_comments(index + 1)
+        is_constexpr = code.word(opened) == "constexpr"
+        if is_constexpr:
+            opened = code.skip_comments(opened + 1)
         if code.word(opened) != "(":
-            raise code.error(code.starts[index], "if constexpr without a condition")
-        closed = code.partner[opened]
-        then = closed + 1
+            raise code.error(code.starts[index], "an if without a condition")
+        then = code.partner[opened] + 1
         then_end = self._statement_end(then)
         after = code.skip_comments(then_end)
         other = after + 1 if code.word(after) == "else" else None
         end = then_end if other is None else self._statement_end(other)
-        return _Branch(index, tuple(map(code.word, range(opened + 1, closed))), then, then_end, other, end)
+        return _Branch(index, is_constexpr, opened, then, then_end, other, end)
 
     def _statement_end(self, index: int) -> int:
         """First token after the statement that begins at a token."""
@@ -116,35 +155,61 @@ class _Folder:
             index = code.after(index)
         return index + 1
 
+    def _before(self, index: int) -> int:
+        before = index - 1
+        while before >= 0 and self.code.kinds[before] == "comment":
+            before -= 1
+        return before
+
+    def _stands_alone(self, index: int) -> bool:
+        return self.code.word(self._before(index)) in (";", "{", "}", "else")
+
+    def _chosen(self, branch: _Branch, value: bool) -> tuple[int, int]:
+        """The statements that are taken, without braces; an empty range where there are none."""
+        first, end = (branch.then, branch.then_end) if value else (branch.other or branch.end, branch.end)
+        if first < end and self.code.word(self.code.skip_comments(first)) == "{":
+            first, end = self.code.skip_comments(first) + 1, end - 1
+        return first, end
+
+    def _vanishes(self, index: int, end: int) -> bool:
+        """Whether nothing is left of the statements between two tokens."""
+        while (index := self.code.skip_comments(index)) < end:
+            if self.code.word(index) != "if":
+                return False
+            branch = self._branch(index)
+            value = self._decide(branch)
+            if value is None or not self._vanishes(*self._chosen(branch, value)):
+                return False
+            index = branch.end
+        return True
+
+    def _vanishing_else(self, index: int) -> int | None:
+        """First token after an else whose block comes to nothing."""
+        opened = self.code.skip_comments(index + 1)
+        if self.code.word(opened) != "{" or not self._vanishes(opened + 1, self.code.partner[opened]):
+            return None
+        return self.code.partner[opened] + 1
+
     def _fold(self, branch: _Branch, value: bool) -> None:
         code = self.code
-        if not value and branch.other is not None and self._is_constexpr(code.skip_comments(branch.other)):
+        if not value and branch.other is not None and code.word(code.skip_comments(branch.other)) == "if":
             # One chain: what is chosen in its rest stands for all of it.
             rest = self._branch(code.skip_comments(branch.other))
-            decided = evaluate(rest.condition, self.known)
+            decided = self._decide(rest)
             if decided is not None:
-                self._fold(replace(rest, start=branch.start), bool(decided))
+                self._fold(replace(rest, start=branch.start), decided)
                 return
-        before = branch.start - 1
-        while before >= 0 and code.kinds[before] == "comment":
-            before -= 1
-        # The else of an outer `if constexpr` that is folded itself is cut already.
+        before = self._before(branch.start)
+        # The else of an outer `if` that is folded itself is cut already.
         is_cut = before >= 0 and any(start <= code.starts[before] < end for start, end in self.cuts)
         if not is_cut and code.word(before) == "else":
             self._fold_else(branch, value, before)
             return
         if not is_cut and code.word(before) not in (";", "{", "}"):
             raise code.error(code.starts[branch.start], "if constexpr that is the body of another statement")
-        if value:
-            first, end = branch.then, branch.then_end
-        elif branch.other is not None:
-            first, end = branch.other, branch.end
-        else:
-            first = end = branch.end
-        is_block = first < end and code.word(code.skip_comments(first)) == "{"
-        if is_block:
-            first, end = code.skip_comments(first) + 1, end - 1
-        if first >= end:
+        first, end = self._chosen(branch, value)
+        is_block = code.word(first - 1) == "{" and code.partner[first - 1] == end
+        if self._vanishes(first, end):
             self._cut_lines(branch)
             return
         whole = code.starts[branch.start], code.ends[branch.end - 1]
@@ -161,7 +226,7 @@ class _Folder:
         """What follows an ``else`` that stays: the statement that is taken, braces and all, or no ``else`` either."""
         code, end = self.code, branch.then_end if value else branch.end
         first = branch.then if value else branch.other
-        if first is None:
+        if first is None or self._vanishes(*self._chosen(branch, value)):
             self.cuts.append((code.ends[before - 1], code.ends[branch.end - 1]))
             return
         first = code.skip_comments(first)
@@ -196,18 +261,78 @@ class _Folder:
                 self.cuts.append((begin, begin + _INDENT))
             at = self.code.text.find("\n", at + 1, end)
 
+    def _choose(self, mark: int) -> None:
+        """Leaves one operand of a ``? :`` whose condition is decided."""
+        code, words = self.code, self.code.words
+        start = _condition_start(code, mark)
+        value = evaluate(words[start:mark], self.known)
+        if value is None:
+            return
+        colon = self._operand_end(mark + 1)
+        end = self._operand_end(colon + 1)
+        first, last = (mark + 1, colon) if value else (colon + 1, end)
+        left, right = code.starts[start], code.ends[end - 1]
+        is_group = words[start - 1] == "(" and code.word(end) == ")" and code.kinds[start - 2] == "punctuation"
+        if is_group and last == first + 1 and code.word(start - 2) not in (")", "]", ">"):
+            left, right = code.starts[start - 1], code.ends[end]
+            if (code.word(start - 2), words[first]) == ("+", "0"):
+                self.cuts.append((code.ends[start - 3], right))
+                return
+        self.cuts += [(left, code.starts[first]), (code.ends[last - 1], right)]
 
-def constexpr_conditions(code: Code) -> tuple[str, ...]:
-    """Names that the conditions of ``if constexpr`` in this code mention, sorted."""
+    def _operand_end(self, at: int) -> int:
+        """The ``:`` or the end of the expression after an operand of ``? :``."""
+        depth = 0
+        while at < len(self.code):
+            word = self.code.words[at]
+            if word in _AFTER_EXPRESSION or (word == ":" and depth == 0):
+                return at
+            depth += (word == "?") - (word == ":")
+            at = self.code.after(at)
+        return at
+
+    def _learn(self, index: int) -> None:
+        """A constant of the function's own: ``constexpr bool kName = ...;``."""
+        words = self.code.words
+        if self.code.word(index + 1) not in ("bool", "int") or self.code.word(index + 3) != "=":
+            return
+        end = index + 4
+        while self.code.word(end) not in (",", ";", ""):
+            end = self.code.after(end)
+        value = evaluate(words[index + 4 : end], self.known)
+        if value is not None:
+            self.known[words[index + 2]] = value
+
+
+def _condition_start(code: Code, mark: int) -> int:
+    """First token of the condition before a ``?``."""
+    start = mark
+    while start and code.words[start - 1] not in _BEFORE_CONDITION:
+        start = code.partner[start - 1] if code.words[start - 1] in (")", "]") else start - 1
+    return start
+
+
+def mentioned_constants(code: Code) -> tuple[str, ...]:
+    """Names that choices in this code (``if``, ``? :``, constants of its own) may depend on, sorted."""
     names: set[str] = set()
     for index, word in enumerate(code.words):
-        if word == "constexpr" and code.word(index - 1) == "if":
-            names |= {code.words[i] for i in range(index + 2, code.partner[index + 1]) if code.kinds[i] == "name"}
+        if word == "if":
+            opened = index + 1 + (code.word(index + 1) == "constexpr")
+            begin, end = opened, code.partner.get(opened, opened)
+        elif word == "?":
+            begin, end = _condition_start(code, index), index
+        elif word == "constexpr" and code.word(index - 1) != "if":
+            begin = end = index
+            while code.word(end) not in (";", ""):
+                end = code.after(end)
+        else:
+            continue
+        names.update(name for name in code.words[begin:end] if name[:1] == "k" and name[1:2].isupper())
     return tuple(sorted(names))
 
 
 def fold(code: Code, known: Mapping[str, Constant]) -> str:
-    """The text without the branches of ``if constexpr`` that these constants decide.
+    """The text without what these constants decide: branches of ``if``, operands of ``? :``, what only those needed.
 
     A branch that is taken loses its ``if``, its braces and one level of indentation; conditions that depend on other
     names (a template's parameters) stay. The result is formatted as clang-format would, as far as no statement was
@@ -216,4 +341,23 @@ def fold(code: Code, known: Mapping[str, Constant]) -> str:
     Raises:
         TemplateError: A decided ``if constexpr`` stands where it cannot be replaced by its statements.
     """
-    return _Folder(code, known).run()
+    text = _Folder(code, known).run()
+    while text != code.text:
+        text = _tidied(without_leftovers(Code(text)))
+        code = Code(text)
+        text = _Folder(code, known).run()
+    return text
+
+
+def _tidied(text: str) -> str:
+    """As clang-format would leave it: blank lines, short functions and assignments on one line."""
+    text = re.sub(r"\n[ \t]+(?=\n)", "\n", text)
+    text = re.sub(r"\n{3,}", "\n\n", text)
+    text = re.sub(r"\{\n\n", "{\n", re.sub(r"\n\n( *\})", r"\n\1", text))
+    text = re.sub(r"^(.* =)\n +(.*)$", _joined, text, flags=re.MULTILINE)
+    return re.sub(r"^(\w[^\n/]*\) \{)\n  ([^\n/{}]*;)\n(\})\Z", _joined, text, flags=re.MULTILINE)
+
+
+def _joined(match: re.Match[str]) -> str:
+    line = " ".join(match.groups())
+    return line if len(line) <= _WIDTH else match.group()

@@ -1,9 +1,9 @@
 """Leaves out of kernel text what the kernel does not reach, so that an emitted file can be read from top to bottom.
 
 Text is read as a list of top-level items: functions, templates with their specialisations, structs, aliases, constants,
-macros, assertions. An item stays if the kernel names it, directly or through items that stay. Branches of
-``if constexpr`` that the file's own constants decide are folded first (:mod:`fa2gen.codegen.fold`), so what only a dead
-branch uses goes as well. Comments go with what they explain:
+macros, assertions. An item stays if the kernel names it, directly or through items that stay. Branches that
+the file's own constants decide are folded first (:mod:`fa2gen.codegen.fold`), so what only a dead branch uses goes as
+well. Comments go with what they explain:
 
 * one that touches an item from above, or follows it on its line, belongs to the item;
 * the first one of a part that is followed by a blank line heads the part, every later one a section of it: it stays
@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from .evaluate import Constant, evaluate
-from .fold import constexpr_conditions, fold
+from .fold import fold, mentioned_constants
 from .lexer import Code, TemplateError
 
 _ATTRIBUTES = ("alignas", "__align__", "__attribute__", "__launch_bounds__")
@@ -37,7 +37,7 @@ class Item:
         special: The template argument that an explicit specialisation is for.
         kind: ``"kernel"``, ``"assertion"``, ``"heading"`` or ``"declaration"``.
         references: (name, template argument or None) of everything it mentions.
-        conditions: Names of the file that its ``if constexpr`` conditions mention.
+        conditions: Constants of the file that its choices (``if``, ``? :``) may depend on.
         definitions: Of constants, each name with the words of its value.
     """
 
@@ -139,7 +139,8 @@ def _item(code: Code, spaced: bool, is_heading: bool) -> Item:
         raise code.error(code.starts[first], "an item whose name is not found")
     # A template's parameters and the function's own variables hide constants of the file.
     hidden = parameters.union(code.word(i - 1) for i, word in enumerate(code.words) if word == "=")
-    conditions = tuple(name for name in constexpr_conditions(code) if name not in hidden)
+    # Assertions stay as they are: each speaks of all kernels, and its lines are wrapped for that.
+    conditions = tuple(name for name in mentioned_constants(code) if name not in hidden and kind != "assertion")
     return Item(code, spaced, names, special, kind, _references(code, names, parameters), conditions, definitions)
 
 

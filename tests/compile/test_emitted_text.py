@@ -20,15 +20,23 @@ from fa2gen.hardware import arch_limits
 from fa2gen.spec import FwdConfig, KernelSpec
 from fa2gen.tuning.shortlist import code_digest
 
-# Both dtypes, both masks, both softmaxes, one to three stages, both alignments, full and ragged head dims, groups; the
-# first two alone turn every choice of the templates both ways but for the number of stages.
+# Every choice of the templates is turned both ways by the first three; the others pair what may meet.
 COVERING = [
     (
         KernelSpec(head_dim=40, alignment=2, causal=True),
         FwdConfig(block_m=64, num_stages=1, softmax="guarded", q_in_regs=True),
         (12, 0),
     ),
-    (KernelSpec(dtype="fp16", gqa_ratio=8), FwdConfig(step_n=32, num_warps=8), (8, 0)),
+    (
+        KernelSpec(dtype="fp16", gqa_ratio=8),
+        FwdConfig(step_n=32, num_warps=8, num_stages=3, pipeline="ring", pack_gqa=True),
+        (8, 0),
+    ),
+    (
+        KernelSpec(head_dim=256),
+        FwdConfig(num_warps=8, softmax="guarded", proof="block", warps_n=2),
+        (9, 0),
+    ),
     (KernelSpec(causal=True), FwdConfig(softmax="guarded", min_blocks=2), (9, 0)),
     (
         KernelSpec(dtype="fp16", causal=True),
@@ -36,12 +44,33 @@ COVERING = [
         (8, 6),
     ),
     (KernelSpec(head_dim=64), FwdConfig(block_m=64, num_warps=2, q_in_regs=True, min_blocks=4), (8, 0)),
+    (
+        KernelSpec(head_dim=64, causal=True),
+        FwdConfig(num_stages=3, q_in_regs=True, softmax="guarded", proof="block"),
+        (9, 0),
+    ),
     (KernelSpec(head_dim=64, dtype="fp16"), FwdConfig(num_stages=3, q_in_regs=True, softmax="guarded"), (8, 9)),
     (KernelSpec(head_dim=64, gqa_ratio=7), FwdConfig(num_stages=1), (10, 0)),
     (KernelSpec(head_dim=40, dtype="fp16"), FwdConfig(num_stages=3, softmax="guarded"), (8, 0)),
     (KernelSpec(head_dim=111, alignment=2, dtype="fp16"), FwdConfig(num_stages=1, softmax="guarded"), (9, 0)),
     (KernelSpec(head_dim=96, causal=True), FwdConfig(block_n=32, step_n=32, num_stages=3), (8, 6)),
     (KernelSpec(alignment=2, causal=True, gqa_ratio=16), FwdConfig(step_n=32, softmax="guarded"), (8, 0)),
+    (
+        KernelSpec(head_dim=248, causal=True),
+        FwdConfig(num_warps=8, softmax="guarded", pipeline="ring", warps_n=2),
+        (9, 0),
+    ),
+    (
+        KernelSpec(head_dim=32, alignment=2, causal=True, gqa_ratio=4),
+        FwdConfig(block_m=64, softmax="guarded", proof="block", pipeline="ring", pack_gqa=True),
+        (9, 0),
+    ),
+    (KernelSpec(head_dim=192, causal=True), FwdConfig(block_m=64, block_n=32, step_n=32), (8, 0)),
+    (
+        KernelSpec(causal=True, gqa_ratio=3),
+        FwdConfig(block_m=256, num_warps=8, softmax="guarded", proof="block", pipeline="ring", pack_gqa=True),
+        (9, 0),
+    ),
 ]
 FULL = bool(os.environ.get("FA2GEN_TEST_FULL"))
 FEW = COVERING if FULL else COVERING[:3]
