@@ -290,7 +290,27 @@ def prune(parts: Sequence[str]) -> list[str]:
     """
     parsed = _fold_all([parse(part) for part in parts])
     reached = _reached([item for part in parsed for item in part])
-    return [_text(part, reached) for part in parsed]
+    return _without_unread_fields([_text(part, reached) for part in parsed])
+
+
+def _without_unread_fields(parts: Sequence[str]) -> list[str]:
+    """Leaves out fields of structs that no ``x.field`` names; those that a line declares by itself.
+
+    The kernel's parameters stay whole: the host packs them. So do structs with a function or an initialiser.
+    """
+    read = {name for part in parts for name in re.findall(r"(?:\.|->)\s*(\w+)", part)}
+    parameters = {name for part in parts for name in re.findall(r"__grid_constant__ (\w+)", part)}
+
+    def whole(match: re.Match[str]) -> str:
+        if match["name"] in parameters or re.search(r"[({=]", match["fields"]):
+            return match.group()
+        lines = match["fields"].splitlines(keepends=True)
+        fields = [re.fullmatch(r"  [^,;/]*?(\w+)(?:\[[^;]*)?;.*\n", line) for line in lines]
+        kept = [line for line, field in zip(lines, fields, strict=True) if field is None or field[1] in read]
+        return f"struct {match['name']} {{\n{''.join(kept)}}};\n" if kept else match.group()
+
+    struct = re.compile(r"^struct (?P<name>\w+) \{\n(?P<fields>(?:  .*\n)+)\};\n", re.MULTILINE)
+    return [struct.sub(whole, part) for part in parts]
 
 
 def _text(part: Sequence[Item], reached: set[Item]) -> str:

@@ -1,8 +1,10 @@
 // ---- The two matrix products of one softmax step
 //
-// kWarpRows query rows against kStepN keys, for one warp, or for two that share the rows (kWarpsN): then each takes
-// half of the keys in S = Q K^T and half of the head dim in O += P V. Rows are never split, so no other warp's result
-// is needed.
+// kWarpRows query rows against kStepN keys. kWarpsN warps share the rows: of two, each takes half of the keys in
+// S = Q K^T and half of the head dim in O += P V.
+
+FUNC int warp_m() { return threadIdx.x / (32 * kWarpsN); }  // which rows are this warp's
+FUNC int warp_n() { return threadIdx.x / 32 % kWarpsN; }  // which keys of a step, and which columns of O
 
 constexpr int kWarpKeys = kStepN / kWarpsN;  // keys of a step that a warp multiplies with Q
 constexpr int kTilesM = kWarpRows / 16;  // m16 tiles of a warp's rows

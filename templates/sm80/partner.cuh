@@ -7,9 +7,6 @@
 
 constexpr int kTileBytesP = kBlockM * kRowBytesP;
 
-FUNC int warp_m() { return threadIdx.x / (32 * kWarpsN); }  // which rows
-FUNC int warp_n() { return threadIdx.x / 32 % kWarpsN; }  // which keys, and which columns of O
-
 FUNC void sync_partners() { bar_sync(1 + warp_m(), 32 * kWarpsN); }
 
 // Where a lane finds P of its rows for ldmatrix.

@@ -1,11 +1,6 @@
 // ---- Pipeline: K and V tiles on their way to shared memory, and who may read or overwrite a stage
 //
-// Tiles come from right to left, each once. There are three ways to hand them over:
-//   - one stage: K(i + 1) is loaded behind P V(i), V(i) behind Q K(i)^T; two block barriers a tile;
-//   - two stages or more: whole tiles are loaded kNumStages - 1 ahead, one block barrier a tile;
-//   - ring: the same, but each stage has a "full" mbarrier, on which a tile's copies arrive, and an "empty" one, on
-//     which every warp arrives when it is done with the tile. Warps drift apart by a tile instead of meeting at a
-//     barrier, which is worth most where a single block fills the SM.
+// Tiles come from right to left, each once.
 
 constexpr int kTilesAhead = kNumStages > 1 ? kNumStages - 1 : 1;
 constexpr int kGroupsPending = kNumStages > 1 ? kNumStages - 2 : 0;  // copy groups after the current tile's
@@ -16,8 +11,12 @@ struct Pipeline {
   int num_tiles;
   int first_rows;  // keys of the first tile, which may be ragged
   int stage;  // of the current tile
-  u32 phase;  // ring: parity of the stage's mbarrier phases for the current tile
+  u32 phase;  // parity of the stage's mbarrier phases for the current tile
 };
+
+// A ring: each stage has a "full" mbarrier, on which a tile's copies arrive, and an "empty" one, on which every warp
+// arrives when it is done with the tile. Warps drift apart by a tile instead of meeting at a block barrier, which is
+// worth most where a single block fills the SM.
 
 FUNC u32 full_barrier(int stage) { return smem_base() + kSmemBarriers + stage * 8; }
 FUNC u32 empty_barrier(int stage) { return full_barrier(kNumStages + stage); }
@@ -34,14 +33,17 @@ FUNC void init_barriers() {
   sync_threads();
 }
 
-// Ring: this thread's copies arrive on the stage's full mbarrier, when they have landed. Element by element they are
-// ordinary stores, which an ordinary arrival releases.
+// This thread's copies arrive on the stage's full mbarrier, when they have landed.
 FUNC void arrive_full(int stage) {
-  if constexpr (kVectorBytes == 16)
+  if constexpr (kVectorBytes == 16) {
     cp_async_mbarrier_arrive(full_barrier(stage));
-  else
+  } else {
+    // Copied element by element: ordinary stores, which an ordinary arrival releases.
     mbarrier_arrive(full_barrier(stage));
+  }
 }
+
+// Loads, waits and releases.
 
 FUNC void load_k(Pipeline& tiles, int stage, bool first, const FwdParams& p) {
   const u32 to = tiles.to_k + stage * kTileBytes;
@@ -61,8 +63,8 @@ FUNC void load_v(Pipeline& tiles, int stage, bool first, const FwdParams& p) {
   tiles.v = tiles.v.plus_bytes(-p.v_tile_bytes);
 }
 
-// Puts the first tiles on their way, together with what the caller has copied since its last commit. A group is
-// committed for each tile, be it empty. The stages are free.
+// Puts the first kTilesAhead tiles on their way, together with what the caller has copied since its last commit. A
+// group is committed for each tile, be it empty. The stages are free.
 FUNC void start_pipeline(Pipeline& tiles, const FwdParams& p) {
   int stage = tiles.stage;
 #pragma unroll
@@ -77,7 +79,7 @@ FUNC void start_pipeline(Pipeline& tiles, const FwdParams& p) {
   }
 }
 
-// Waits for tile i (one stage: for its K).
+// Waits for tile i, or for its K where that is all that was loaded.
 template <bool kFirst>
 FUNC void wait_tile(Pipeline& tiles, int i, const FwdParams& p) {
   if constexpr (kRing) {
@@ -86,6 +88,7 @@ FUNC void wait_tile(Pipeline& tiles, int i, const FwdParams& p) {
     cp_async_wait<kGroupsPending>();
     sync_threads();  // the tile is visible to every warp, and every warp is done with the one before
     if constexpr (kNumStages == 1) {
+      // V(i) is loaded behind Q K(i)^T, K(i + 1) behind P V(i).
       load_v(tiles, 0, kFirst && i == 0, p);
     } else {
       const int next = tiles.stage == 0 ? kNumStages - 1 : tiles.stage - 1;
@@ -98,7 +101,7 @@ FUNC void wait_tile(Pipeline& tiles, int i, const FwdParams& p) {
   }
 }
 
-// Ring: loads into the stage that tile i - 1 held, once every warp is done with it.
+// Loads into the stage that tile i - 1 held, once every warp is done with it.
 FUNC void refill_ring(Pipeline& tiles, int i, const FwdParams& p) {
   if (i + kTilesAhead < tiles.num_tiles) {
     const int next = tiles.stage == 0 ? kNumStages - 1 : tiles.stage - 1;
@@ -121,7 +124,7 @@ FUNC void rewind_pipeline(Pipeline& tiles, const FwdParams& p) {
   }
 }
 
-// One stage: waits for V(i), and loads K(i + 1), as every warp is done with K(i).
+// Waits for V(i), and loads K(i + 1), as every warp is done with K(i).
 FUNC void swap_stage(Pipeline& tiles, int i, const FwdParams& p) {
   cp_async_wait<0>();
   sync_threads();
@@ -136,8 +139,7 @@ FUNC void release_tile(Pipeline& tiles) {
     if (threadIdx.x % 32 == 0) mbarrier_arrive(empty_barrier(tiles.stage));
   }
   tiles.stage++;
-  if (tiles.stage == kNumStages) {
-    tiles.stage = 0;
-    tiles.phase ^= 1;
-  }
+  if (tiles.stage < kNumStages) return;
+  tiles.stage = 0;
+  if constexpr (kRing) tiles.phase ^= 1;
 }

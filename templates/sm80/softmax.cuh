@@ -17,7 +17,7 @@ constexpr float kLn2 = 0.69314718f;
 struct SoftmaxState {
   float row_max[kTilesM][2];  // m: reference of each row, in raw scores; -inf until a key was seen
   float row_sum[kTilesM][2];  // l: this lane's part of sum 2^(s c - m c)
-  float guard_limit;  // guarded softmax only: step sums must stay below; -1 forces the exact path (a large reference)
+  float guard_limit;  // step sums must stay below; -1 forces the exact path (a large reference)
 };
 
 FUNC float quad_max(float v) {
