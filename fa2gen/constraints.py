@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .hardware import ArchLimits, occupancy
 from .spec import FwdConfig, KernelSpec
@@ -147,6 +147,25 @@ def _residency_reason(spec: KernelSpec, config: FwdConfig, arch: ArchLimits) -> 
     if possible.blocks_per_sm < config.min_blocks:
         return f"min_blocks {config.min_blocks}: only {possible.blocks_per_sm} fit an SM, limited by {possible.limiter}"
     return None
+
+
+def borrowed_config(spec: KernelSpec, config: FwdConfig) -> tuple[FwdConfig, str]:
+    """A config of another spec without what this spec's dtype or heads forbid, and what was changed.
+
+    A block-wide proof becomes one of each step (fp16's range is too narrow for it), packed heads come apart where there
+    is nothing to pack. The rest may still be illegal; see :func:`infeasible_reason`.
+
+    Returns:
+        The config, and the changes in words; ``""`` if there are none.
+    """
+    changes = []
+    if config.proof == "block" and spec.dtype == "fp16":
+        config = replace(config, proof="step")
+        changes.append("proof step instead of block")
+    if config.pack_gqa and spec.gqa_ratio == 1:
+        config = replace(config, pack_gqa=False)
+        changes.append("heads not packed")
+    return config, ", ".join(changes)
 
 
 def default_config(spec: KernelSpec) -> FwdConfig:

@@ -111,7 +111,7 @@ def describe_request(request: Request, config: FwdConfig | None) -> Description:
         problem,
         match.config,
         match.config.softmax,
-        match.source,
+        match.origin,
         known=None if entry is None else entry.measurement.kind,
         entry=None if entry is None else f"{match.gpu} {entry.spec.slug()} {entry.bucket.label()}",
         stale=match.stale,

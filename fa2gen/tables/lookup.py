@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from fa2gen.constraints import default_config, infeasible_reason
+from fa2gen.constraints import borrowed_config, default_config, infeasible_reason
 from fa2gen.errors import TableError
 from fa2gen.hardware import Gpu
 from fa2gen.problem import Bucket
@@ -37,6 +37,7 @@ class Match:
         entry: The entry borrowed from; None for the default.
         gpu: Name of the GPU whose table it came from; ``""`` for the default.
         gated: The entry itself is stale; its config passed the gate again with today's templates.
+        changes: What of the entry's config the caller's spec forbids and was changed, in words; else ``""``.
     """
 
     config: FwdConfig
@@ -46,6 +47,12 @@ class Match:
     entry: TunedEntry | None
     gpu: str = ""
     gated: bool = False
+    changes: str = ""
+
+    @property
+    def origin(self) -> str:
+        """``source``, and ``changes`` if there are any."""
+        return f"{self.source} with {self.changes}" if self.changes else self.source
 
     @property
     def staleness(self) -> str:
@@ -56,7 +63,7 @@ class Match:
 
     def describe(self) -> str:
         """One line for people: the config, its source and how it is known."""
-        text = f"{self.config.slug()}: {self.source}"
+        text = f"{self.config.slug()}: {self.origin}"
         if self.entry is not None:
             entry = self.entry
             text += f", {entry.measurement.kind}, from {self.gpu} {entry.spec.slug()} {entry.bucket.label()}"
@@ -76,9 +83,10 @@ def lookup(
 
     The order, each step legal on this GPU: exact; for alignment 2 the alignment-16 entry; the nearest bucket; the
     native head dim above; the other 16-bit dtype; the nearest GQA ratio; another GPU of the same target; the default
-    config. Later steps include the earlier relaxations. Kind and causal never relax. Of equally near entries a measured
-    one wins, then one of today's templates over one that is stale but passed the gate again, then the earlier root's
-    (the user's over the package's), then the newer.
+    config. Later steps include the earlier relaxations. Kind and causal never relax. What a borrowed config may not do
+    for this dtype or these heads it does without (:func:`fa2gen.constraints.borrowed_config`). Of equally near entries
+    a measured one wins, then one of today's templates over one that is stale but passed the gate again, then the
+    earlier root's (the user's over the package's), then the newer.
 
     Args:
         spec: The caller's spec.
@@ -100,10 +108,14 @@ def lookup(
         if template_hash is not None and cost.stale and not is_gated(entry, template_hash):
             stale = True
             continue
-        if infeasible_reason(spec, entry.config, gpu.arch) is not None:
+        config, changes = entry.config, ""
+        if cost.dtype or cost.gqa_ratio:
+            config, changes = borrowed_config(spec, config)
+        if infeasible_reason(spec, config, gpu.arch) is not None:
             continue
         distance = cost.bucket + cost.gqa_ratio
-        match = Match(entry.config, cost.source, distance, stale or cost.stale, entry, owner, gated=cost.stale)
+        stale = stale or cost.stale
+        match = Match(config, cost.source, distance, stale, entry, owner, gated=cost.stale, changes=changes)
         break
     else:
         match = Match(default_config(spec), DEFAULT_SOURCE, 0.0, stale, None)

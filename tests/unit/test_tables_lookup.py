@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from fa2gen.constraints import default_config, infeasible_reason
@@ -64,6 +66,34 @@ def test_native_head_dim_above(find):
 def test_other_dtype(find):
     match = find([entry(KernelSpec(dtype="fp16"), block_n=128), entry(KernelSpec(gqa_ratio=2))])
     assert (match.source, match.config.block_n) == ("other dtype", 128)
+
+
+def test_fp16_borrows_a_proof_of_blocks_as_one_of_steps(find):
+    """Whole blocks cannot be proved in fp16's range; the tiles are as good for it as for bf16."""
+    row = entry(block_n=128, softmax="guarded", proof="block")
+    match = find([row], KernelSpec(dtype="fp16"))
+    assert (match.source, match.config) == ("other dtype", replace(row.config, proof="step"))
+    assert infeasible_reason(KernelSpec(dtype="fp16"), match.config, GPU.arch) is None
+    assert match.describe().startswith(f"{match.config.slug()}: other dtype with proof step instead of block, ")
+    assert match.entry == row
+
+
+def test_bf16_borrows_a_proof_of_steps_as_it_is(find):
+    match = find([entry(KernelSpec(dtype="fp16"), softmax="guarded")])
+    assert (match.source, match.config.proof, match.changes) == ("other dtype", "step", "")
+
+
+def test_packed_heads_come_apart_where_there_is_one(find):
+    row = entry(KernelSpec(gqa_ratio=8), block_n=128, pack_gqa=True)
+    single = find([row])
+    assert (single.source, single.config) == ("nearest gqa ratio", replace(row.config, pack_gqa=False))
+    assert "nearest gqa ratio with heads not packed" in single.describe()
+    two = find([], KernelSpec(gqa_ratio=2))
+    assert (two.config, two.changes) == (row.config, "")
+    fp16 = find(
+        [entry(KernelSpec(gqa_ratio=8), softmax="guarded", proof="block", pack_gqa=True)], KernelSpec(dtype="fp16")
+    )
+    assert fp16.changes == "proof step instead of block, heads not packed"
 
 
 def test_nearest_gqa_ratio(find):
