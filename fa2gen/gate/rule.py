@@ -4,7 +4,7 @@ It is applied row by row: a tensor-wide maximum would let a dropped tile pass (r
 
 - output: ``max_d |out - ref| <= 2 max(max_d |plain16 - ref|, u max_d |ref|)``, where ref is float64, plain16 the same
   formula in the input's dtype and u its unit roundoff. Rows without a visible key must be exactly 0.
-- LSE: within 1e-4, or 1e-6 of its value from 100 on, or 2^-23 of the largest sum of absolute values
+- LSE: within 1e-4, or 1e-6 of its value from 100 on, or 2^-22 of the largest sum of absolute values
   ``scale sum_d |q_d k_d|`` where terms cancel; -inf exactly where no key is visible.
 
 Below 16 columns a row's maximum is no statistic: both errors of a row may happen to be near zero, and 4 % of a right
@@ -116,7 +116,7 @@ def _cancelled_ratio(
     scale = None if softmax_scale is None else abs(softmax_scale)
     # The LSE of the sums of absolute values is their largest, or up to the logarithm of the number of keys above it.
     _, terms = attention_forward(q.abs(), k.abs(), v, causal=causal, softmax_scale=scale)
-    return torch.where(lse == ref, 0.0, _ratio((lse - ref).abs(), 2.0**-23 * terms))
+    return torch.where(lse == ref, 0.0, _ratio((lse - ref).abs(), 2.0**-22 * terms))
 
 
 def _ratio(error: Tensor, limit: Tensor) -> Tensor:

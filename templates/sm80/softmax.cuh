@@ -74,10 +74,8 @@ FUNC void rescale_output(OutputTile& acc_o, const float (&alpha)[kTilesM][2]) {
       for (int e = 0; e < 4; e++) acc_o[i][n][e] *= alpha[i][e / 2];
 }
 
-// Online softmax: m' = max(m, rowmax S), alpha = 2^((m - m') c), l = alpha l + rowsum P, O = alpha O; acc_s becomes P.
-FUNC void online_softmax(ScoreTile& acc_s, OutputTile& acc_o, SoftmaxState& softmax, float scale_log2) {
-  float alpha[kTilesM][2], reference[kTilesM][2], step_max[kTilesM][2];
-  bool large = false;
+// Row maxima of a step's scores.
+FUNC void max_of_step(float (&step_max)[kTilesM][2], const ScoreTile& acc_s) {
 #pragma unroll
   for (int i = 0; i < kTilesM; i++)
 #pragma unroll
@@ -89,6 +87,13 @@ FUNC void online_softmax(ScoreTile& acc_s, OutputTile& acc_o, SoftmaxState& soft
       step_max[i][r] = quad_max(step_max[i][r]);
     }
   if constexpr (kWarpsN > 1) share_max(step_max);
+}
+
+// Online softmax: m' = max(m, rowmax S), alpha = 2^((m - m') c), l = alpha l + rowsum P, O = alpha O; acc_s becomes P.
+FUNC void online_softmax(ScoreTile& acc_s, OutputTile& acc_o, SoftmaxState& softmax, float scale_log2) {
+  float alpha[kTilesM][2], reference[kTilesM][2], step_max[kTilesM][2];
+  bool large = false;
+  max_of_step(step_max, acc_s);
 #pragma unroll
   for (int i = 0; i < kTilesM; i++)
 #pragma unroll
@@ -129,15 +134,11 @@ FUNC void online_softmax(ScoreTile& acc_s, OutputTile& acc_o, SoftmaxState& soft
   rescale_output(acc_o, alpha);
 }
 
-// A reference from the first 8 keys of a step, good enough for a guarded softmax: any score of the row serves that is
-// not too far below its maximum. All of the warp's rows see these keys.
-FUNC void sample_reference(SoftmaxState& softmax, const ScoreTile& acc_s, float scale_log2) {
+// The step's row maxima become the references of a guarded softmax: exact for rows that have seen no key before. All of
+// the warp's rows see a key of this step.
+FUNC void first_references(SoftmaxState& softmax, const ScoreTile& acc_s, float scale_log2) {
+  max_of_step(softmax.row_max, acc_s);
   bool large = false;
-#pragma unroll
-  for (int i = 0; i < kTilesM; i++)
-#pragma unroll
-    for (int r = 0; r < 2; r++) softmax.row_max[i][r] = quad_max(max_f32(acc_s[i][0][2 * r], acc_s[i][0][2 * r + 1]));
-  if constexpr (kWarpsN > 1) share_max(softmax.row_max);
 #pragma unroll
   for (int i = 0; i < kTilesM; i++)
 #pragma unroll
