@@ -12,8 +12,8 @@ from typing import Any, Literal
 import jinja2
 
 from . import __version__
-from .codegen import PARAMS, KernelSource, ParamStruct, render_kernel, template_hash
-from .constraints import default_config, infeasible_reason
+from .codegen import PARAMS, KernelSource, ParamStruct, grid_rule, render_kernel, template_hash
+from .constraints import default_config, infeasible_reason, rows_per_pass
 from .data import data_dir
 from .errors import ArgumentError, InfeasibleError
 from .hardware import Gpu, arch_limits, supported_compute_capabilities
@@ -156,7 +156,7 @@ def _manifest_entry(kernel: EmittedKernel) -> dict[str, Any]:
         "config": source.config.canonical(),
         "targets": _targets(source),
         "launch": {
-            "grid": [f"ceil(seqlen_q / {source.config.block_m}) * batch * num_heads", "1", "1"],
+            "grid": [grid_rule(source.spec, source.config), "1", "1"],
             "block": [source.num_threads, 1, 1],
             "dynamic_smem_bytes": source.smem_bytes,
             "max_dynamic_smem_must_be_set": source.smem_bytes > 48 * 1024,
@@ -202,6 +202,9 @@ def _example(kernels: Sequence[EmittedKernel], gpu: Gpu) -> dict[str, str]:
             "gqa_ratio": kernel.source.spec.gqa_ratio,
             "block_m": kernel.source.config.block_m,
             "block_n": kernel.source.config.block_n,
+            "rows_per_pass": rows_per_pass(kernel.source.spec, kernel.source.config),
+            "packed_heads": kernel.source.spec.gqa_ratio if kernel.source.config.pack_gqa else 1,
+            "grid": grid_rule(kernel.source.spec, kernel.source.config),
             "num_threads": kernel.source.num_threads,
             "smem_bytes": kernel.source.smem_bytes,
             "bf16": str(kernel.source.spec.dtype == "bf16").lower(),

@@ -2,7 +2,7 @@
 
 from .manifest import manifest, template_hash
 from .params import FWD_PARAMS, PARAMS, Field, ParamStruct
-from .render import KernelSource, entry_name, render_kernel
+from .render import KernelSource, entry_name, grid_rule, render_kernel
 
 __all__ = [
     "FWD_PARAMS",
@@ -11,6 +11,7 @@ __all__ = [
     "KernelSource",
     "ParamStruct",
     "entry_name",
+    "grid_rule",
     "manifest",
     "render_kernel",
     "template_hash",

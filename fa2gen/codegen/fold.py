@@ -54,69 +54,73 @@ class _Folder:
 
     def _walk(self, index: int, end: int) -> None:
         """Folds what is decided between two tokens; branches that are left out are not looked at again."""
+        code = self.code
         while index < end:
-            word = self.code.word(index)
+            word = code.word(index)
             if word == "if":
                 branch = self._branch(index)
-                value = self._decide(branch)
+                value = self._decide_branch(branch)
                 if value is not None and (branch.is_constexpr or self._stands_alone(index)):
                     self._fold(branch, value)
                     index = branch.end
                     continue
                 if value is None:
-                    self._shorten(branch)
+                    self._shorten(branch.opened + 1, code.partner[branch.opened])
             elif word == "else" and (rest := self._vanishing_else(index)):
-                self.cuts.append((self.code.ends[index - 1], self.code.ends[rest - 1]))
+                self.cuts.append((code.ends[index - 1], code.ends[rest - 1]))
                 index = rest
                 continue
             elif word == "?":
                 self._choose(index)
-            elif word == "constexpr":
+            elif _is_own_constant(code, index):
                 self._learn(index)
             index += 1
 
-    def _decide(self, branch: _Branch) -> bool | None:
-        """Value of a condition: also where one part of ``a && b`` is false and another is not understood."""
-        closed = self.code.partner[branch.opened]
-        value = evaluate(self.code.words[branch.opened + 1 : closed], self.known)
-        if value is None:
-            operator, parts = self._parts(branch)
-            decides = operator == "||"
-            if any(evaluate(self.code.words[begin:end], self.known) is decides for begin, end in parts):
-                return decides
+    def _decide_branch(self, branch: _Branch) -> bool | None:
+        value = self._decide(branch.opened + 1, self.code.partner[branch.opened])
         return None if value is None else bool(value)
 
-    def _parts(self, branch: _Branch) -> tuple[str, list[tuple[int, int]]]:
-        """The parts of a condition ``a && b && c`` or ``a || b || c``; none if it is neither."""
-        code = self.code
-        begin, closed = branch.opened + 1, code.partner[branch.opened]
+    def _decide(self, begin: int, end: int) -> Constant | None:
+        """Value of an expression: also where one part of ``a && b`` is false and another is not understood."""
+        words = self.code.words
+        value = evaluate(words[begin:end], self.known)
+        if value is None:
+            operator, parts = self._parts(begin, end)
+            decides = operator == "||"
+            if any(evaluate(words[first:last], self.known) is decides for first, last in parts):
+                return decides
+        return value
+
+    def _parts(self, begin: int, end: int) -> tuple[str, list[tuple[int, int]]]:
+        """The parts of an expression ``a && b && c`` or ``a || b || c``; none if it is neither."""
         operators: set[str] = set()
-        parts, at = [], begin
-        while at < closed:
-            word = code.words[at]
+        parts, first, at = [], begin, begin
+        while at < end:
+            word = self.code.words[at]
             if word in ("&&", "||", "?", ";"):
                 operators.add(word)
-                parts.append((begin, at))
-                begin = at + 1
-            at = code.after(at)
+                parts.append((first, at))
+                first = at + 1
+            at = self.code.after(at)
         operator = operators.pop() if len(operators) == 1 else ""
-        return (operator, [*parts, (begin, closed)]) if operator in ("&&", "||") else ("", [])
+        return (operator, [*parts, (first, end)]) if operator in ("&&", "||") else ("", [])
 
-    def _shorten(self, branch: _Branch) -> None:
+    def _shorten(self, begin: int, end: int) -> None:
         """Leaves out the parts of an undecided ``a && b && c`` that are true, so that what it depends on is left.
 
-        Likewise those of ``a || b || c`` that are false.
+        Likewise those of ``a || b || c`` that are false, and both inside brackets.
         """
         code, kept = self.code, False
-        operator, parts = self._parts(branch)
-        for begin, end in parts:
-            if evaluate(code.words[begin:end], self.known) is not (operator == "&&"):
+        operator, parts = self._parts(begin, end)
+        for first, last in parts:
+            if evaluate(code.words[first:last], self.known) is not (operator == "&&"):
                 kept = True
+                if code.word(first) == "(" and code.partner[first] == last - 1:
+                    self._shorten(first + 1, last - 1)
                 continue
             # With the operator after it, or the one before it if something is kept already.
-            first = code.starts[begin] if not kept else code.ends[begin - 2]
-            last = code.word(end) != operator
-            self.cuts.append((first, code.ends[end - 1] if kept or last else code.starts[end + 1]))
+            start = code.starts[first] if not kept else code.ends[first - 2]
+            self.cuts.append((start, code.ends[last - 1] if kept or last == end else code.starts[last + 1]))
 
     def _branch(self, index: int) -> _Branch:
         code = self.code
@@ -177,7 +181,7 @@ class _Folder:
             if self.code.word(index) != "if":
                 return False
             branch = self._branch(index)
-            value = self._decide(branch)
+            value = self._decide_branch(branch)
             if value is None or not self._vanishes(*self._chosen(branch, value)):
                 return False
             index = branch.end
@@ -195,7 +199,7 @@ class _Folder:
         if not value and branch.other is not None and code.word(code.skip_comments(branch.other)) == "if":
             # One chain: what is chosen in its rest stands for all of it.
             rest = self._branch(code.skip_comments(branch.other))
-            decided = self._decide(rest)
+            decided = self._decide_branch(rest)
             if decided is not None:
                 self._fold(replace(rest, start=branch.start), decided)
                 return
@@ -292,16 +296,29 @@ class _Folder:
         return at
 
     def _learn(self, index: int) -> None:
-        """A constant of the function's own: ``constexpr bool kName = ...;``."""
-        words = self.code.words
-        if self.code.word(index + 1) not in ("bool", "int") or self.code.word(index + 3) != "=":
-            return
-        end = index + 4
-        while self.code.word(end) not in (",", ";", ""):
-            end = self.code.after(end)
-        value = evaluate(words[index + 4 : end], self.known)
-        if value is not None:
-            self.known[words[index + 2]] = value
+        """A constant of the function's own: ``constexpr bool kName = ...;`` or ``const bool name = ...;``."""
+        begin = index + 4
+        end = _initialiser_end(self.code, begin)
+        value = self._decide(begin, end)
+        if value is None:
+            self._shorten(begin, end)
+        else:
+            self.known[self.code.words[index + 2]] = value
+
+
+def _is_own_constant(code: Code, index: int) -> bool:
+    """Whether ``constexpr`` or ``const`` begins the declaration of a number or a truth value."""
+    return (
+        code.word(index) in ("const", "constexpr")
+        and code.word(index + 1) in ("bool", "int")
+        and code.word(index + 3) == "="
+    )
+
+
+def _initialiser_end(code: Code, at: int) -> int:
+    while code.word(at) not in (",", ";", ""):
+        at = code.after(at)
+    return at
 
 
 def _condition_start(code: Code, mark: int) -> int:
@@ -321,10 +338,8 @@ def mentioned_constants(code: Code) -> tuple[str, ...]:
             begin, end = opened, code.partner.get(opened, opened)
         elif word == "?":
             begin, end = _condition_start(code, index), index
-        elif word == "constexpr" and code.word(index - 1) != "if":
-            begin = end = index
-            while code.word(end) not in (";", ""):
-                end = code.after(end)
+        elif _is_own_constant(code, index):
+            begin, end = index + 2, _initialiser_end(code, index + 4)
         else:
             continue
         names.update(name for name in code.words[begin:end] if name[:1] == "k" and name[1:2].isupper())

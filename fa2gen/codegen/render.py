@@ -174,12 +174,26 @@ def render_kernel(spec: KernelSpec, config: FwdConfig, platform: str = "cuda") -
     )
 
 
+def grid_rule(spec: KernelSpec, config: FwdConfig) -> str:
+    """The number of thread blocks of a launch as a formula, as C and Python read it but for ``ceil`` and ``/``."""
+    if not config.pack_gqa:
+        return f"batch * num_heads * ceil(seqlen_q / {config.block_m})"
+    ratio = spec.gqa_ratio
+    return f"batch * (num_heads / {ratio}) * ceil(seqlen_q * {ratio} / {config.block_m})"
+
+
 def head_comment(spec: KernelSpec, config: FwdConfig) -> str:
     """The comment that opens an emitted file."""
     smem = smem_plan(spec, config)
     chips = map(arch_limits, supported_compute_capabilities())
     fits = [chip.target for chip in chips if smem.total <= chip.max_smem_per_block]
     params = PARAMS[spec.kind]
+    # About 32, as far as whole groups allow.
+    heads = spec.gqa_ratio * max(1, 32 // spec.gqa_ratio)
+    packed = spec.gqa_ratio if config.pack_gqa else 1
+    grid_heads, grid_rows = 2 * heads // packed, 4000 * packed
+    m_blocks = -(-grid_rows // config.block_m)
+    sizes = f"2 * {heads // packed} * ceil({grid_rows} / {config.block_m})"
     return (
         _environment()
         .get_template("kernels/head.j2")
@@ -191,9 +205,10 @@ def head_comment(spec: KernelSpec, config: FwdConfig) -> str:
             tile_bytes=config.block_n * spec.native_head_dim * 2,
             params=params,
             fits=fits,
-            example_m_blocks=-(-4000 // config.block_m),
-            # About 32, as far as whole groups allow.
-            example_heads=spec.gqa_ratio * max(1, 32 // spec.gqa_ratio),
+            grid=grid_rule(spec, config),
+            example_heads=heads,
+            example_grid=f"{sizes} = {grid_heads} * {m_blocks} = {grid_heads * m_blocks}",
+            example_blocks=grid_heads * m_blocks,
             spec_text=_assignments(spec.canonical()),
             config_text=_assignments(config.canonical()),
         )

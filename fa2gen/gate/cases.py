@@ -125,12 +125,14 @@ def _quick(cases: _Cases, config: FwdConfig) -> None:
     cases.add(block_m - 1, block_n + 1, amount=60.0)
     cases.add(block_m, block_n + 1)  # causal: the last key is one tile's only one, and the last row's only
     cases.add(1, block_n + 1)
-    cases.add(5, 1, batch=2)
+    cases.add(5, 1, batch=3, heads=3)  # an odd number of heads: the schedule's last section is smaller
+    cases.add(17, 2 * block_n)  # whole tiles only
     cases.add(3, 0)
     cases.add(block_m + 3, block_n // 2 + 1)
     cases.add(17, 6 * step_n + 1, "growing", 8.0, step_n)
     cases.add(17, 6 * step_n + 1, "falling", 8.0, step_n)
     cases.add(33, 2 * block_n + step_n + 1, "both", 120.0, step_n)
+    cases.add(16, 2 * block_n + step_n + 1, "both", 120.0, step_n)  # one row alone needs a repair
     cases.add(17, 3 * block_n, "falling", 120.0, step_n)
     cases.add(17, 2 * block_n + 1, "spike_first", 200.0)
     cases.add(17, 2 * block_n + 1, "spike_last", 200.0)
@@ -143,6 +145,9 @@ def _quick(cases: _Cases, config: FwdConfig) -> None:
     cases.add(17, step_n + 1, v_scale=large_v)
     cases.add(17, 2 * block_n + 1, "cold_last", steep, block_n, v_scale=large_v)
     cases.add(17, block_n + 3, softmax_scale=0.0)
+    # bf16: every p is e^86 = 2e37 of a guarded reference, which fits float32, and so do their products with v; the sums
+    # do not.
+    cases.add(17, 4 * block_n, "cold_last", 86.0, block_n, softmax_scale=1e-3, v_scale=2.0**-30)
 
 
 def _sizes(cases: _Cases, config: FwdConfig) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import shutil
 import struct
@@ -10,11 +11,15 @@ import sys
 import jinja2
 import pytest
 
-from fa2gen.codegen import FWD_PARAMS, manifest, render_kernel, template_hash
+from fa2gen.codegen import FWD_PARAMS, grid_rule, manifest, render_kernel, template_hash
 from fa2gen.codegen import render as render_module
-from fa2gen.constraints import default_config, smem_plan
+from fa2gen.codegen.render import head_comment
+from fa2gen.constraints import default_config, infeasible_reason, smem_plan
 from fa2gen.data import data_dir
 from fa2gen.errors import ArgumentError
+from fa2gen.hardware import arch_limits
+from fa2gen.launch import fwd_plan
+from fa2gen.problem import Problem
 from fa2gen.spec import FwdConfig, KernelSpec
 
 SPECS = [
@@ -65,8 +70,8 @@ def test_kernel_templates_hold_includes_only():
     for path in (data_dir("templates") / "kernels").glob("*.j2"):
         tags = re.findall(r"{%-? *(\w+)", path.read_text())
         # The head is a comment: it says what this kernel does, and no more.
-        allowed = {"include"} if path.name != "head.j2" else {"set", "if", "else", "endif"}
-        assert len(tags) <= 14, (path, tags)
+        allowed = {"include"} if path.name != "head.j2" else {"set", "endset", "if", "elif", "else", "endif"}
+        assert len(tags) <= (10 if path.name != "head.j2" else 50), (path, tags)
         assert set(tags) <= allowed, (path, tags)
 
 
@@ -128,9 +133,52 @@ def test_smem_plan_is_rendered():
     assert f"kSmemBytes = {plan.total};" in render_kernel(spec, config).text
 
 
-@pytest.mark.parametrize(("gqa_ratio", "heads"), [(1, 32), (3, 30), (7, 28), (8, 32), (64, 64)])
-def test_the_example_of_the_head_keeps_its_own_rules(gqa_ratio, heads):
-    text = render_kernel(KernelSpec(gqa_ratio=gqa_ratio), FwdConfig()).text
-    blocks = 2 * heads * -(-4000 // FwdConfig().block_m)
-    assert f"E.g. batch 2, num_heads {heads}, seqlen_q 4000: 2 * {heads} * " in text
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(("gqa_ratio", "heads"), [(2, 32), (3, 30), (7, 28), (8, 32), (64, 64)])
+def test_the_example_of_the_head_keeps_its_own_rules(gqa_ratio, heads, packed):
+    spec, config = KernelSpec(gqa_ratio=gqa_ratio), FwdConfig(pack_gqa=packed)
+    text = render_kernel(spec, config).text
+    plan = fwd_plan(
+        spec,
+        config,
+        Problem(2, 4000, 64, heads, heads // gqa_ratio),
+        strides=dict.fromkeys("qkvo", (0, 0, 0)),
+        softmax_scale=1.0,
+        l2_bytes=1,
+    )
+    blocks = plan.launches[0].grid[0]
+    assert f"E.g. batch 2, num_heads {heads}, seqlen_q 4000: 2 * {heads // gqa_ratio if packed else heads} * " in text
+    assert f" = {blocks} thread blocks:" in text
     assert f"cuLaunchKernel(f, {blocks}, 1, 1, " in text
+    assert f"grid            ({grid_rule(spec, config)}, 1, 1)" in text
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_head_says_how_this_kernel_goes(dtype, causal):
+    """Every sentence of the head that only some kernels have is in those, and lines are wrapped."""
+    spec = KernelSpec(dtype=dtype, causal=causal, gqa_ratio=2)
+    says = {
+        "Guarded softmax: ": lambda c: c.softmax == "guarded",
+        "m comes from the first 8 keys": lambda c: c.softmax == "guarded" and not causal and dtype == "bf16",
+        "Any input gives the exact result.": lambda c: c.softmax == "guarded",
+        "is computed again": lambda c: c.proof == "block",
+        "from K still in shared memory": lambda c: c.softmax == "guarded" and c.proof == "step",
+        "Ring: copies and warps": lambda c: c.pipeline == "ring",
+        "mbarriers at ": lambda c: c.pipeline == "ring",
+        "Packed heads: ": lambda c: c.pack_gqa,
+        "Two warps share rows: ": lambda c: c.warps_n > 1,
+        "|v| is below 1e30": lambda c: c.softmax == "guarded" and c.proof == "step" and dtype == "bf16",
+    }
+    for softmax, proof, pipeline, warps_n, packed in itertools.product(
+        ("online", "guarded"), ("step", "block"), ("barrier", "ring"), (1, 2), (False, True)
+    ):
+        config = FwdConfig(softmax=softmax, proof=proof, pipeline=pipeline, warps_n=warps_n, pack_gqa=packed)
+        if infeasible_reason(spec, config, arch_limits((9, 0))) is not None:
+            continue
+        head = head_comment(spec, config)
+        assert max(map(len, head.splitlines())) <= 120
+        assert all(line.startswith("//") for line in head.splitlines())
+        text = " ".join(line[2:].strip() for line in head.splitlines())
+        for sentence, is_said in says.items():
+            assert (sentence in text) == is_said(config), (sentence, config.slug())

@@ -122,7 +122,9 @@ FOLDED = [
     ("x =\n    kA ? one : two;", "x = one;"),
     # A function's own constants, and what they leave behind.
     ("constexpr bool kC = kA && kB == 2;\nif (kC && x) one();", "if (x) one();"),
-    ("constexpr bool kC = kA && x;\nif (kC) one();", "constexpr bool kC = kA && x;\nif (kC) one();"),
+    ("constexpr bool kC = kA && x;\nif (kC) one();", "constexpr bool kC = x;\nif (kC) one();"),
+    ("const bool c = !kA && (x || p.y);\nif (c) one();\ntwo();", "two();"),
+    ("const bool c = kA && (!kA || x < y) && p.y;\nif (c) one();", "const bool c = (x < y) && p.y;\nif (c) one();"),
     ("bool done = true;\nif constexpr (!kA) done = g();\nif (done) one();", "one();"),
     ("bool f = true;\nif (x) f = g();\nif (f) one();", "bool f = true;\nif (x) f = g();\nif (f) one();"),
     ("// One.\nint a = x + 1;\n// Two.\nint b = f();\nif (!kA) g(a);\ntwo();", "// Two.\nint b = f();\ntwo();"),
