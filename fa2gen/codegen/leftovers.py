@@ -48,7 +48,9 @@ def _without_unread_values(code: Code) -> str:
     for name, first, end in _declarations(code):
         if code.words.count(code.words[name]) > 1:
             continue
-        calls = any(code.kinds[i] == "name" and code.word(i + 1) in ("(", "<", "[") for i in range(first, end))
+        # `<` compares, unless a `>` closes a template's arguments.
+        marks = ("(", "[", "<") if ">" in code.words[first:end] else ("(", "[")
+        calls = any(code.kinds[i] == "name" and code.word(i + 1) in marks for i in range(first, end))
         if not calls and not any(code.kinds[i] in ("string", "directive") for i in range(first, end)):
             return _cut_declaration(code.text, code.starts[name], code.ends[end])
     return code.text
