@@ -125,7 +125,8 @@ def _quick(cases: _Cases, config: FwdConfig) -> None:
     cases.add(block_m - 1, block_n + 1, amount=60.0)
     cases.add(block_m, block_n + 1)  # causal: the last key is one tile's only one, and the last row's only
     cases.add(1, block_n + 1)
-    cases.add(5, 1, batch=3, heads=3)  # an odd number of heads: the schedule's last section is smaller
+    cases.add(5, 1, batch=2)
+    cases.add(block_m + 1, 1, heads=3)  # an odd number of heads: the schedule's last section is smaller
     cases.add(17, 2 * block_n)  # whole tiles only
     cases.add(3, 0)
     cases.add(block_m + 3, block_n // 2 + 1)

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from torch import Tensor
 
-from fa2gen.constraints import default_config
-from fa2gen.emulator.forward import run_forward
-from fa2gen.gate import check_forward, forward_cases, run_gate
+from fa2gen.gate import check_forward
 from fa2gen.runtime import attention, describe
-from fa2gen.spec import FwdConfig, KernelSpec
+from fa2gen.spec import FwdConfig
 
 
 def _inputs(seqlen_q: int, seqlen_k: int, heads_q: int, heads_k: int, d: int, dtype: torch.dtype) -> list[Tensor]:
@@ -59,36 +55,3 @@ def test_config_is_obeyed() -> None:
     out = attention(q, k, v, backend="emulator", config=config)
     assert isinstance(out, Tensor)
     assert check_forward(out, None, q, k, v, causal=False).passed
-
-
-GATED = [
-    (KernelSpec(head_dim=128), "online"),
-    (KernelSpec(head_dim=128), "guarded"),
-    (KernelSpec(head_dim=64, dtype="fp16", causal=True, gqa_ratio=2), "online"),
-    (KernelSpec(head_dim=64, dtype="fp16", causal=True, gqa_ratio=2), "guarded"),
-    (KernelSpec(head_dim=32, causal=True), "guarded"),
-    (KernelSpec(head_dim=96), "guarded"),
-    (KernelSpec(head_dim=192, dtype="fp16", causal=True), "guarded"),
-    (KernelSpec(head_dim=256), "guarded"),
-    # Predicated: one 16-byte chunk, a whole panel of 32 columns, part of one, and half of the last of 64.
-    (KernelSpec(head_dim=8, dtype="fp16"), "guarded"),
-    (KernelSpec(head_dim=72, causal=True), "guarded"),
-    (KernelSpec(head_dim=136), "online"),
-    (KernelSpec(head_dim=224, causal=True), "guarded"),
-    (KernelSpec(head_dim=83, causal=True, alignment=2), "online"),
-    (KernelSpec(head_dim=250, dtype="fp16", alignment=2), "guarded"),
-]
-
-
-@pytest.mark.parametrize(("spec", "softmax"), GATED, ids=[f"{spec.slug()}-{softmax}" for spec, softmax in GATED])
-def test_quick_gate(spec: KernelSpec, softmax: str) -> None:
-    config = default_config(spec)
-    config = FwdConfig(**{**config.canonical(), "softmax": softmax})
-
-    def run(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor]:
-        out, lse, _ = run_forward(spec, config, q, k, v, softmax_scale=softmax_scale)
-        return out, lse
-
-    report = run_gate(spec, config, run, forward_cases(spec, config, budget="quick"))
-    assert report.passed, report.text
-    assert math.isfinite(report.worst)
