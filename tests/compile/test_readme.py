@@ -29,6 +29,7 @@ ELSEWHERE = {
     "make tune": "is `fa2gen tune --headdim 128 --gpu a100` in an environment of its own, and that runs here",
     "pip install '.[gpu]'": "builds PyCUDA, which needs an installed CUDA toolkit",
     "fa2gen tune --headdim 128": "measures, which needs a GPU",
+    "fa2gen bench --headdim 128 --out rows.json --plot chart.png": "measures, which needs a GPU",
 }
 
 
