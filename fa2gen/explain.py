@@ -190,10 +190,19 @@ class Explanation:
         """(name, offset, bytes, shape) of each tile in shared memory, by address."""
         config, plan, width = self.selection.config, self.smem, self.spec.native_head_dim
         areas = [("Q, then O", plan.q, plan.k - plan.q, f"{config.block_m} rows x {width}")]
-        for name, start, end in (("K", plan.k, plan.v), ("V", plan.v, plan.total)):
+        for name, start, end in (("K", plan.k, plan.v), ("V", plan.v, plan.p)):
             tile = (end - start) // config.num_stages
             for stage in range(config.num_stages):
                 areas.append((f"{name} [{stage}]", start + stage * tile, tile, f"{config.block_n} keys x {width}"))
+        tile = (plan.exchange - plan.p) // 2
+        for turn in range(2 if tile else 0):
+            areas.append((f"P [{turn}]", plan.p + turn * tile, tile, f"{config.block_m} rows x {config.step_n}"))
+        if plan.barriers > plan.exchange:
+            shape = f"a maximum or sum for each of {config.warps_n} x {config.block_m} rows"
+            areas.append(("rows", plan.exchange, plan.barriers - plan.exchange, shape))
+        if plan.total > plan.barriers:
+            shape = f"a full and an empty one for each of {config.num_stages} stages"
+            areas.append(("mbarriers", plan.barriers, plan.total - plan.barriers, shape))
         return areas
 
 
@@ -269,7 +278,8 @@ def _why(match: Match, spec: KernelSpec, gpu: Gpu, bucket: str) -> str:
         "other gpu": f"no table of {gpu.name} has this kernel; {match.gpu} runs the same target {gpu.target}",
     }
     stale = f" ({match.staleness})" if match.stale else ""
-    return f"{reasons[match.source]}; the entry is {entry.measurement.kind}{stale}"
+    changes = f", {match.changes}" if match.changes else ""
+    return f"{reasons[match.source]}{changes}; the entry is {entry.measurement.kind}{stale}"
 
 
 def _memory(spec: KernelSpec, config: FwdConfig, problem: Problem, gpu: Gpu) -> Memory:

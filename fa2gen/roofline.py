@@ -73,8 +73,8 @@ def compulsory_traffic(spec: KernelSpec, problem: Problem) -> Traffic:
 def uncached_traffic(spec: KernelSpec, config: FwdConfig, problem: Problem) -> Traffic:
     """The tiled kernel where L2 serves no re-read: each query tile reads its K and V from memory."""
     q, _ = _operand_bytes(spec, problem)
-    heads = problem.batch * problem.num_heads_q
-    kv = 2 * BYTES_PER_ELEMENT * spec.head_dim * heads * tile_work(spec, config, problem).keys
+    work = tile_work(spec, config, problem)
+    kv = 2 * BYTES_PER_ELEMENT * spec.head_dim * work.heads * work.keys
     return Traffic(
         problem.flops(spec),
         (("read Q", q), ("read K, V per query tile", kv), ("write O", q), ("write LSE", _lse_bytes(problem))),
@@ -93,32 +93,42 @@ def _lse_bytes(problem: Problem) -> int:
 
 @dataclass(frozen=True)
 class TileWork:
-    """Tiles that the kernel visits for one query head.
+    """Tiles that the kernel visits for one query head, or for the query heads of a group whose rows are packed.
 
     Attributes:
+        heads: How many of those the problem has.
         blocks: Query tiles, one a thread block.
         tiles: Key tiles visited by all of them; key tiles wholly above the diagonal are not.
         keys: Keys loaded by all of them; the last tile may reach beyond the end of the sequence, what it loads may not.
     """
 
+    heads: int
     blocks: int
     tiles: int
     keys: int
 
 
+def packed_heads(spec: KernelSpec, config: FwdConfig) -> int:
+    """Query heads whose rows share query tiles: row r of a head or group is query ``r // packed_heads``."""
+    return spec.gqa_ratio if config.pack_gqa else 1
+
+
 def tile_work(spec: KernelSpec, config: FwdConfig, problem: Problem) -> TileWork:
-    """What the query tiles of one head visit, in closed form: a call may have millions of query tiles."""
-    block_m, block_n = config.block_m, config.block_n
-    blocks, key_tiles = math.ceil(problem.seqlen_q / block_m), math.ceil(problem.seqlen_k / block_n)
+    """What the query tiles of one head or group visit, in closed form: a call may have millions of query tiles."""
+    block_m, block_n, packed = config.block_m, config.block_n, packed_heads(spec, config)
+    heads = problem.batch * problem.num_heads_q // packed
+    blocks, key_tiles = math.ceil(problem.seqlen_q * packed / block_m), math.ceil(problem.seqlen_k / block_n)
     if not spec.causal or blocks == 0 or key_tiles == 0:
-        return TileWork(blocks, blocks * key_tiles, blocks * problem.seqlen_k)
-    # Query tile t sees the first (t + 1) block_m + offset keys, the last one all of them, those before `first` none.
-    offset, last = problem.seqlen_k - problem.seqlen_q, blocks - 1
+        return TileWork(heads, blocks, blocks * key_tiles, blocks * problem.seqlen_k)
+    # Counted in rows, a key is as wide as the packed heads. Query tile t sees what its last row sees, the first
+    # (t + 1) block_m + offset; the last tile sees all of the keys, those before `first` none.
+    offset, last = (problem.seqlen_k - problem.seqlen_q) * packed, blocks - 1
     first = max(0, -offset) // block_m
-    tiles = key_tiles + _sum_of_ceilings((first + 1) * block_m + offset, block_m, last - first, block_n)
+    tiles = key_tiles + _sum_of_ceilings((first + 1) * block_m + offset, block_m, last - first, block_n * packed)
     # Those that reach the last key tile load only the keys that exist of it.
-    reaching = blocks - min(last, max(0, (key_tiles - 1) * block_n - offset) // block_m)
-    return TileWork(blocks, tiles, tiles * block_n - reaching * (key_tiles * block_n - problem.seqlen_k))
+    reaching = blocks - min(last, max(0, (key_tiles - 1) * block_n * packed - offset) // block_m)
+    keys = tiles * block_n - reaching * (key_tiles * block_n - problem.seqlen_k)
+    return TileWork(heads, blocks, tiles, keys)
 
 
 def _sum_of_ceilings(first: int, step: int, count: int, divisor: int) -> int:
@@ -137,8 +147,8 @@ def _sum_of_ceilings(first: int, step: int, count: int, divisor: int) -> int:
 
 def executed_flops(spec: KernelSpec, config: FwdConfig, problem: Problem) -> int:
     """FLOPs of the tensor cores: whole tiles at the native head dim, masked and padded parts included."""
-    heads, tiles = problem.batch * problem.num_heads_q, tile_work(spec, config, problem).tiles
-    return 4 * spec.native_head_dim * heads * tiles * config.block_m * config.block_n
+    work = tile_work(spec, config, problem)
+    return 4 * spec.native_head_dim * work.heads * work.tiles * config.block_m * config.block_n
 
 
 @dataclass(frozen=True)

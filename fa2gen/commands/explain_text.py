@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterator
 
 from ..explain import Explanation, MeasuredTime
-from ..roofline import Traffic
+from ..roofline import Traffic, packed_heads
 from ..tuning.model import MODEL_VERSION, validity
 from .units import count_text
 
@@ -146,10 +146,13 @@ def _occupancy(e: Explanation) -> Iterator[str]:
 
 def _grid(e: Explanation) -> Iterator[str]:
     grid, p, block_m = e.grid, e.problem, e.selection.config.block_m
+    packed = packed_heads(e.spec, e.selection.config)
     yield "Grid"
-    count = -(-p.seqlen_q // block_m)
+    count = -(-p.seqlen_q * packed // block_m)
     tiles = f"{count:,} query {'tile' if count == 1 else 'tiles'} of {block_m}"
-    yield from _row("blocks", f"{grid.blocks:,} = {p.batch} x {count_text(p.num_heads_q, 'head')} x {tiles}")
+    heads = count_text(p.num_heads_q, "head") if packed == 1 else count_text(p.num_heads_k, "key/value head")
+    rows = "" if packed == 1 else f"; the rows of {packed} query heads share them"
+    yield from _row("blocks", f"{grid.blocks:,} = {p.batch} x {heads} x {tiles}{rows}")
     if grid.wave == 0:
         yield from _row("waves", "no block fits an SM")
         return

@@ -116,6 +116,9 @@ class MeasuredTuning:
         self._shared = shared or Shared()
         self._trials = MEASURED_TRIALS if options.trials is None else options.trials
         self._stops = 0
+        # Of the spec at hand: its size classes mostly try the same configs, and rendering one takes 20 ms.
+        self._spec: KernelSpec | None = None
+        self._kernels: dict[FwdConfig, CompiledKernel | CompileError] = {}
 
     def tune(self, request: TuneRequest) -> None:
         """Tunes one request; its entry is saved as soon as it is proved.
@@ -232,26 +235,34 @@ class MeasuredTuning:
     ) -> dict[int, CompiledKernel | CompileError]:
         """Results by index; where the time is up, not all but at least the needed ones."""
         self._ledger.expect("compile", len(configs))
-        results: dict[int, CompiledKernel | CompileError] = {}
+        if spec != self._spec:
+            self._spec, self._kernels = spec, {}
+        results = {index: self._kernels[config] for index, config in enumerate(configs) if config in self._kernels}
+        missing = [index for index in range(len(configs)) if index not in results]
+        again = len(results)
+        for index in results:
+            self._ledger.step("compile", f"{spec.slug()} {configs[index].slug()}")
 
-        def on_done(index: int, result: CompiledKernel | CompileError) -> None:
-            results[index] = result
+        def on_done(position: int, result: CompiledKernel | CompileError) -> None:
+            index = missing[position]
+            results[index] = self._kernels[configs[index]] = result
             self._ledger.step("compile", f"{spec.slug()} {configs[index].slug()}")
             self._check_stop()
             if len(results) < len(configs) and results.keys() >= needed and self._ledger.late():
                 raise _Late
 
-        jobs = [(self._tools.render(spec, config), self._ledger.gpu.target) for config in configs]
         # One pool of compilers for all devices: while it works for one, the others measure.
-        with self._shared.compiler:
+        with self._shared.compiler if missing else contextlib.nullcontext():
             self._check_stop()
             start = time.monotonic()
+            jobs = [(self._tools.render(spec, configs[index]), self._ledger.gpu.target) for index in missing]
             with contextlib.suppress(_Late):
                 self._tools.compile_many(jobs, on_done)
             self._ledger.spent("compile", time.monotonic() - start)
-        kernels = [result for result in results.values() if isinstance(result, CompiledKernel)]
-        cached = sum(kernel.from_cache for kernel in kernels)
-        self._ledger.count(len(kernels) - cached, cached)
+        kernels = [results[index] for index in missing if index in results]
+        fresh = [kernel for kernel in kernels if isinstance(kernel, CompiledKernel)]
+        cached = sum(kernel.from_cache for kernel in fresh)
+        self._ledger.count(len(fresh) - cached, cached + again)
         return results
 
     def _check_stop(self) -> None:

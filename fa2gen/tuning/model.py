@@ -14,53 +14,66 @@ constants are used with the chip's rates: a prediction, and tables say so.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from fa2gen.constraints import estimate_registers, smem_plan
-from fa2gen.hardware import Gpu, get_gpu, occupancy
+from fa2gen.hardware import ArchLimits, Gpu, get_gpu, occupancy
 from fa2gen.problem import Problem
 from fa2gen.roofline import tile_work
 from fa2gen.spec import FwdConfig, KernelSpec
 
 from .space import register_cap
+from .tiles import masked_steps, tile_counts
 
-MODEL_VERSION = "sm80-fwd-1"
+MODEL_VERSION = "sm80-fwd-2"
 CALIBRATED_ON = "h200"
 """The product whose measured times the constants are fitted to and judged by."""
 
-# Instruction issues of a scheduler besides the counted arithmetic: fixed per softmax step, and per 16-byte copy.
-_STEP_ISSUES = 11.01
+# Instruction issues of a scheduler besides the counted arithmetic: per 16-byte copy.
 _COPY_ISSUES = 2.196
-# Tensor latency that ptxas drains at the end of every basic block, clocks per step.
-_STEP_DRAIN = 9.42
+# ptxas drains the tensor pipe at the end of a basic block: clocks of a proof by step, which ends one with its vote, and
+# of the online softmax, which has several.
+_PROOF_DRAIN, _ONLINE_DRAIN = 50.0, 100.0
 # An ldmatrix.x4 costs a scheduler 2 to 4 clocks.
 _LDMATRIX_ISSUES = 3.347
-# Gaps between dependent instructions with one warp on a scheduler, as a share of its time; more warps fill them.
-_GAP = 0.2791
+# A store of P for the warp that shares the rows, and the wait for it, clocks.
+_STORE_ISSUES, _PAIR_WAIT = 2.0, 60.0
+# Gaps between dependent instructions with one warp on a scheduler, as a share of its time; more warps fill them, to
+# this power of their number.
+_GAP, _GAP_SHARE = 0.2791, 1.0
 # How sharply shared memory bounds a step that it nearly fills (see _soft_max).
 _SMEM_SHARPNESS = 8.0
-# A block-wide barrier's skew where no other block fills in, clocks; with two resident blocks a third of it is seen.
-_BARRIER = 330.4
+# A block-wide barrier's skew where no other block fills in, clocks; with two resident blocks a third of it is seen. A
+# ring's warps wait for the slowest only where it is a stage behind.
+_BARRIER, _RING = 330.4, 60.0
 # Latency of a tile's loads from L2 or HBM under load, clocks.
 _LOAD_LATENCY = 807.7
-# Prologue and epilogue of a block: fixed, and for a tile of 128 rows by 128 columns; more where nothing overlaps it.
-_BLOCK_FIXED, _BLOCK_PER_TILE, _BLOCK_ALONE = 1895.0, 2674.0, 1.179
+# Prologue and epilogue of a block: fixed, and for a tile of 128 rows by 128 columns, to this power of its size; more
+# where nothing overlaps them. The proof of a block adds a pass over its output, for so much of such a tile.
+_BLOCK_FIXED, _BLOCK_PER_TILE, _BLOCK_POWER, _BLOCK_ALONE = 1895.0, 2674.0, 1.0, 1.179
+_BLOCK_PROOF = 300.0
 # Edges of resident blocks overlap: their sum counts as the number of blocks to this power.
 _EDGE_SHARE = 0.483
 # Slowdown of warps with 64 rows: no room to fetch fragments ahead.
 _WIDE_WARP = 0.1146
-# Share of the maximum boost clock that holds under tensor load (H200: 1.79 of 1.98 GHz).
-_SUSTAINED_CLOCK = 0.905
+# Share of the maximum boost clock that holds (NVML, while the data was taken: 1.98 of 1.98 GHz).
+_SUSTAINED_CLOCK = 1.0
 # Launch and drain of a grid, milliseconds.
 _LAUNCH_MS = 2.5e-3
 # Registers beyond the lower estimate of constraints.py that a schedule without stalls wants.
 _SCHEDULE_REGISTERS = 23
 # Slowdown for each register that is missing for such a schedule.
 _PRESSURE = 0.0051
-# Spilled bytes (stores and loads) that the prologue accounts for; beyond, stores and loads sit in the loop.
-_HARMLESS_SPILL = 26.85
+# Issues for the 4-byte words that are spilled (stores and loads), to this power of their number: ptxas first spills
+# what the masked tiles or the ends of a block alone need.
+_SPILL_ISSUES, _SPILL_POWER = 4.0, 0.6
 # Masked steps: compares, selects, and the -inf guards.
 _MASK_ISSUES_PER_SCORE = 1.744
+# What is left over at the end of a causal grid, in mean blocks.
+_CAUSAL_REST = 0.5
+# A masked tile takes so much of the way from its warps' mean time to the longest.
+_SKEW = 0.5
 
 
 @dataclass(frozen=True)
@@ -126,33 +139,33 @@ def predict(spec: KernelSpec, config: FwdConfig, problem: Problem, gpu: Gpu, fac
     resident = occupancy(arch, config.num_threads, facts.registers, facts.smem_bytes).blocks_per_sm
     if resident == 0:
         return Prediction(math.inf, 0)
-    step = _step_clocks(spec, config, gpu, facts)
-    tiles, masked_tiles, longest = _tile_counts(spec, config, problem)
-    blocks = problem.batch * problem.num_heads_q * math.ceil(problem.seqlen_q / config.block_m)
+    work = tile_work(spec, config, problem)
+    blocks = work.heads * work.blocks
     if blocks == 0:
         return Prediction(_LAUNCH_MS, resident)
-
-    # One SM with `resident` blocks: clocks for a tile of each of them, with and without a mask.
-    tile = _tile_clocks(step, config, resident, arch.schedulers_per_sm, masked=False)
-    masked_tile = _tile_clocks(step, config, resident, arch.schedulers_per_sm, masked=True)
+    step = _step_clocks(spec, config, gpu, facts)
+    _, masked_tiles, longest = tile_counts(spec, config, problem)
+    counts = _Counts(work.tiles / work.blocks, masked_tiles / work.blocks, longest)
     size = config.block_m * spec.native_head_dim / 16384
-    edge = (_BLOCK_FIXED + _BLOCK_PER_TILE * size) * (
-        _BLOCK_ALONE if resident == 1 else math.pow(resident, _EDGE_SHARE)
-    )
-    heads = problem.batch * problem.num_heads_q
-    work = heads * (tiles * tile + masked_tiles * (masked_tile - tile)) + blocks * edge
-    clocks = _grid_clocks(work / resident, blocks, resident, gpu.num_sms, longest * tile + edge, spec.causal)
 
-    ghz = gpu.boost_ghz * _SUSTAINED_CLOCK
-    per_ms = 1e6 * ghz
-    steps_sm = heads * tiles * (config.block_n / config.step_n) * config.num_warps / gpu.num_sms
+    def block_clocks(together: int, tiles: float, masked: float) -> float:
+        """SM time of blocks that share it from their start to their end."""
+        plain, mixed = (_tile_clocks(step, spec, config, arch, together, masked=each) for each in (False, True))
+        edge = _BLOCK_FIXED + _BLOCK_PER_TILE * math.pow(size, _BLOCK_POWER)
+        edge += _BLOCK_PROOF * size if config.proof == "block" else 0.0
+        edge *= _BLOCK_ALONE if together == 1 else math.pow(together, _EDGE_SHARE)
+        return (tiles - masked) * plain + masked * mixed + edge
+
+    clocks = _grid_clocks(block_clocks, counts, blocks, resident, gpu.num_sms, spec.causal)
+    per_ms = 1e6 * gpu.boost_ghz * _SUSTAINED_CLOCK
+    steps_sm = work.heads * work.tiles * (config.block_n / config.step_n) * config.num_warps / gpu.num_sms
     schedulers = arch.schedulers_per_sm
     shares = {
         "issue": steps_sm / schedulers * step.issue / per_ms,
         "tensor": steps_sm / schedulers * step.tensor / per_ms,
         "mufu": steps_sm / schedulers * step.mufu / per_ms,
         "shared memory": steps_sm * step.smem / per_ms,
-        "l2": _l2_bytes(spec, config, heads, tiles) / (arch.l2_bytes_per_clk * gpu.num_sms) / per_ms,
+        "l2": _l2_bytes(spec, config, work.heads, work.tiles) / (arch.l2_bytes_per_clk * gpu.num_sms) / per_ms,
         "hbm": problem.min_bytes(spec) / (0.9e6 * gpu.hbm_gbs),
     }
     bounds = (clocks / per_ms, shares["l2"], shares["hbm"])
@@ -160,74 +173,108 @@ def predict(spec: KernelSpec, config: FwdConfig, problem: Problem, gpu: Gpu, fac
 
 
 @dataclass(frozen=True)
+class _Counts:
+    """Key tiles of a mean block, those of them on the masked path, and all of the longest block."""
+
+    tiles: float
+    masked: float
+    longest: int
+
+
+@dataclass(frozen=True)
 class _Step:
-    """Clocks of one warp's softmax step: of its scheduler (issue, tensor, mufu), of its SM (smem), and its latency."""
+    """Clocks of one warp's softmax step if each resource were alone, and of its scheduler with the schedule's losses.
+
+    Attributes:
+        issue, tensor, mufu: Of its scheduler.
+        smem: Of its SM.
+        plain_clocks, masked_clocks: Of its scheduler, in a step without and with mask and running maximum.
+    """
 
     issue: float
     tensor: float
     mufu: float
     smem: float
-    masked_issue: float
-    pressure: float
-    overlap: bool
-
-    def scheduler_clocks(self, masked: bool) -> float:
-        """A scheduler's time for the step, the schedule's losses included."""
-        issue = self.issue + (self.masked_issue if masked else 0.0)
-        if not self.overlap:
-            busy = issue
-        else:
-            # Tensor cores run beside other instructions, but FlashAttention's phases depend on each other.
-            busy = _soft_max(issue, self.tensor, sharpness=2.0)
-        return _soft_max(busy, self.mufu, sharpness=4.0) * self.pressure + _STEP_DRAIN
+    plain_clocks: float
+    masked_clocks: float
 
 
 def _step_clocks(spec: KernelSpec, config: FwdConfig, gpu: Gpu, facts: Facts) -> _Step:
     arch = gpu.arch
-    head_dim, step_n = spec.native_head_dim, config.step_n
-    row_tiles = config.block_m // config.num_warps // 16
-    mma = row_tiles * step_n * head_dim / 64
-    ldmatrix = 2 * (step_n / 16) * (head_dim / 16) + (0 if config.q_in_regs else row_tiles * head_dim / 16)
-    scores = row_tiles * step_n / 2
+    head_dim, step_n, shared = spec.native_head_dim, config.step_n, config.warps_n
+    row_tiles = config.warp_rows // 16
+    # Warps that share rows split the keys of Q K^T and the columns of P V; each reads all of Q and P.
+    mma = row_tiles * step_n * head_dim / 64 / shared
+    ldmatrix = 2 * (step_n / 16) * (head_dim / 16) / shared
+    ldmatrix += 0 if config.q_in_regs else row_tiles * head_dim / 16
+    scores = row_tiles * step_n / 2 / shared
+    stores = 0.0
+    if shared > 1:
+        ldmatrix += row_tiles * step_n / 16
+        stores = scores / 2
     copies = step_n * head_dim * 4 / (512 * config.num_warps) * (1 if spec.alignment == 16 else 8)
     # Scale, exp2, row sum, half a pack for each score.
-    other = 3.5 * scores + _STEP_ISSUES + _COPY_ISSUES * copies
-    # Running maximum of each score, and the rescale of the output with the shuffles and factors of its rows.
-    online = scores + row_tiles * (head_dim / 2 + 20)
+    other = 3.5 * scores + _COPY_ISSUES * copies + _STORE_ISSUES * stores
+    # Running maximum of each score, factors and shuffles of its rows, and the rescale of the output.
+    rescale = row_tiles * head_dim / 2 / shared
+    online = scores + 20 * row_tiles
     masked = _MASK_ISSUES_PER_SCORE * scores
+    drain = _PAIR_WAIT if shared > 1 else 0.0
+    masked_drain = 0.0
     if config.softmax == "online":
-        other += online
+        other += online + rescale
+        drain += _ONLINE_DRAIN
     else:
-        masked += online
-    other += max(0, facts.spill_bytes - _HARMLESS_SPILL) / 4
+        masked += online + rescale
+        masked_drain = _ONLINE_DRAIN
+        drain += _PROOF_DRAIN if config.proof == "step" else 0.0
+    other += _SPILL_ISSUES * math.pow(facts.spill_bytes / 4, _SPILL_POWER)
     mma_clocks = arch.mma_cycles / gpu.tensor_rate
     issue = other + _LDMATRIX_ISSUES * ldmatrix + mma * (mma_clocks if arch.mma_blocks_issue else 2)
+    tensor, mufu = mma * mma_clocks, scores * 32 / (arch.mufu_lanes_per_clk / arch.schedulers_per_sm)
     wanted = estimate_registers(spec, config) + _SCHEDULE_REGISTERS
     missing = max(0, wanted - register_cap(config, arch), wanted - arch.max_registers_per_thread)
+    pressure = 1 + _PRESSURE * missing + (_WIDE_WARP if row_tiles > 3 else 0.0)
+
+    def scheduler_clocks(issue: float) -> float:
+        # Tensor cores may run beside other instructions, but FlashAttention's phases depend on each other.
+        busy = issue if arch.mma_blocks_issue else _soft_max(issue, tensor, sharpness=2.0)
+        return _soft_max(busy, mufu, sharpness=4.0) * pressure + drain
+
     return _Step(
         issue=issue,
-        tensor=mma * mma_clocks,
-        mufu=scores * 32 / (arch.mufu_lanes_per_clk / arch.schedulers_per_sm),
-        smem=(512 * ldmatrix + 512 * copies) / arch.smem_bytes_per_clk,
-        masked_issue=masked,
-        pressure=1 + _PRESSURE * missing + (_WIDE_WARP if row_tiles > 3 else 0.0),
-        overlap=not arch.mma_blocks_issue,
+        tensor=tensor,
+        mufu=mufu,
+        smem=(512 * ldmatrix + 512 * copies + 128 * stores) / arch.smem_bytes_per_clk,
+        plain_clocks=scheduler_clocks(issue),
+        masked_clocks=scheduler_clocks(issue + masked) + masked_drain,
     )
 
 
-def _tile_clocks(step: _Step, config: FwdConfig, resident: int, schedulers: int, masked: bool) -> float:
+def _tile_clocks(
+    step: _Step, spec: KernelSpec, config: FwdConfig, arch: ArchLimits, resident: int, *, masked: bool
+) -> float:
     """Clocks in which an SM does one key tile of each of its resident blocks."""
     steps = config.block_n / config.step_n
-    warps_per_scheduler = config.num_warps * resident / schedulers
+    # Fewer warps than schedulers leave some idle.
+    warps_per_scheduler = max(1.0, config.num_warps * resident / arch.schedulers_per_sm)
+    plain, online = masked_steps(spec, config) if masked else (1.0, 0.0)
+    scheduler = plain * step.plain_clocks
+    if online:
+        # A block's warps mask different steps, and wait for each other.
+        scheduler += online * step.masked_clocks
+        scheduler += _SKEW * (step.masked_clocks - scheduler)
     busy = _soft_max(
-        steps * warps_per_scheduler * step.scheduler_clocks(masked),
-        steps * config.num_warps * resident * step.smem,
+        steps * warps_per_scheduler * scheduler,
+        steps * config.num_warps * resident * step.smem * (plain + online),
         sharpness=_SMEM_SHARPNESS,
     )
     # Dependent instructions leave gaps that only other warps fill.
-    busy *= 1 + _GAP / warps_per_scheduler
-    barriers = 2 if config.num_stages == 1 else 1
-    exposed = barriers * _BARRIER / math.pow(resident, 1.5)
+    busy *= 1 + _GAP / math.pow(warps_per_scheduler, _GAP_SHARE)
+    if config.pipeline == "ring":
+        exposed = _RING / math.pow(resident, 1.5)
+    else:
+        exposed = (2 if config.num_stages == 1 else 1) * _BARRIER / math.pow(resident, 1.5)
     if config.num_stages == 1:
         # Half a tile's work hides each load: K's behind the softmax and PV, V's behind QK.
         exposed += 2 * max(0.0, _LOAD_LATENCY - 0.3 * busy) / resident
@@ -236,56 +283,32 @@ def _tile_clocks(step: _Step, config: FwdConfig, resident: int, schedulers: int,
     return busy + exposed
 
 
-def _tile_counts(spec: KernelSpec, config: FwdConfig, problem: Problem) -> tuple[int, int, int]:
-    """Key tiles visited for one head: all, those on the masked path, and those of the longest block."""
-    block_m, block_n, seqlen_q, seqlen_k = config.block_m, config.block_n, problem.seqlen_q, problem.seqlen_k
-    work, key_tiles = tile_work(spec, config, problem), math.ceil(seqlen_k / block_n)
-    always_masked = 1 if config.softmax == "guarded" or seqlen_k % block_n else 0
-    if not spec.causal:
-        return work.tiles, work.blocks * min(always_masked, key_tiles), key_tiles
-    if work.tiles == 0:
-        return 0, 0, 0
-    offset = seqlen_k - seqlen_q
-
-    def masked_tiles(block: int) -> int:
-        first_row, rows = block * block_m, min(seqlen_q, (block + 1) * block_m)
-        count = math.ceil((rows + offset) / block_n)
-        return min(count, max(always_masked, count - max(0, (first_row + 1 + offset) // block_n)))
-
-    # Blocks before `first` see nothing. Between it and the last one the count repeats: there are as many different ones
-    # as blocks in a period, and a call may have millions of blocks.
-    first, last = max(0, -offset) // block_m, work.blocks - 1
-    masked = sum(masked_tiles(block) for block in {first, last})
-    period = block_n // math.gcd(block_m, block_n)
-    for start in range(first + 1, min(last, first + 1 + period)):
-        masked += masked_tiles(start) * math.ceil((last - start) / period)
-    return work.tiles, masked, key_tiles
-
-
-def _grid_clocks(work: float, blocks: int, resident: int, num_sms: int, longest: float, causal: bool) -> float:
+def _grid_clocks(
+    block_clocks: Callable[[int, float, float], float],
+    counts: _Counts,
+    blocks: int,
+    resident: int,
+    num_sms: int,
+    causal: bool,
+) -> float:
     """Clocks of the whole grid.
 
     Args:
-        work: Sum over blocks of the SM time of ``resident`` of them sharing an SM, divided by ``resident``.
-        longest: SM time of the longest block under full residency.
+        block_clocks: (blocks on an SM, their tiles, the masked of them) -> SM time until all are done.
+        counts: Of the blocks.
+        blocks, resident, num_sms: Of the grid, on an SM, of the chip.
+        causal: Blocks differ in length, the longest first.
     """
-    even = work / num_sms
-    per_block = work * resident / blocks
-    if causal:
-        # Longest first: the short blocks at the end fill the gaps; about half a mean block is left over.
-        return max(even + 0.5 * per_block / resident, _alone(resident) * longest)
     waves, rest = divmod(blocks, num_sms * resident)
-    clocks = waves * per_block
-    if rest:
-        # The last wave spreads over the SMs: fewer blocks on an SM run faster, but not in proportion.
-        on_busiest = math.ceil(rest / num_sms)
-        clocks += per_block * max(_alone(resident), on_busiest / resident)
-    return max(even, clocks)
-
-
-def _alone(resident: int) -> float:
-    """Time of a block that has an SM to itself, as a share of its time among ``resident`` blocks."""
-    return 1.0 if resident == 1 else 1.25 / resident
+    mean = block_clocks(resident, counts.tiles, counts.masked)
+    if causal:
+        # The short blocks at the end fill the gaps.
+        even = mean * blocks / (num_sms * resident)
+        on_busiest = min(resident, math.ceil(blocks / num_sms))
+        longest = block_clocks(on_busiest if waves == 0 else 1, counts.longest, counts.masked)
+        return max(even + _CAUSAL_REST * mean / resident if waves else 0.0, longest)
+    # The last wave spreads over the SMs: fewer blocks on an SM run faster, but not in proportion.
+    return waves * mean + (block_clocks(math.ceil(rest / num_sms), counts.tiles, counts.masked) if rest else 0.0)
 
 
 def _l2_bytes(spec: KernelSpec, config: FwdConfig, heads: int, tiles: int) -> float:
@@ -297,4 +320,7 @@ def _soft_max(*times: float, sharpness: float) -> float:
     largest = max(times)
     if largest == 0:
         return 0.0
-    return largest * math.pow(math.fsum(math.pow(time / largest, sharpness) for time in times), 1 / sharpness)
+    total = 0.0
+    for time in times:
+        total += math.pow(time / largest, sharpness)
+    return largest * math.pow(total, 1 / sharpness)

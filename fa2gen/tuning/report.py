@@ -16,6 +16,11 @@ from fa2gen.tables import TunedEntry, save_entries
 from fa2gen.tables.merge import TemplateHash
 from fa2gen.tables.store import cached_table
 
+SIZES = tuple((length, length) for length in (512, 1024, 2048, 4096, 8192, 16384))
+"""Query and key lengths that are tuned by default."""
+GROUPED_SIZES = ((1024, 1024), (8192, 8192))
+"""The same for grouped heads, which mostly run like others."""
+
 STAGES = ("compile", "measure", "prove", "save")
 
 
@@ -38,19 +43,23 @@ class TuneRequest:
 def default_requests(
     head_dim: int,
     *,
-    dtypes: Sequence[str] = ("bf16", "fp16"),
+    dtypes: Sequence[str] = ("bf16",),
     causal: Sequence[bool] = (False, True),
     gqa_ratios: Sequence[int] = (1, 8),
-    seqlens: Sequence[int] = (512, 2048, 8192),
+    sizes: Sequence[tuple[int, int]] | None = None,
     tokens: int = 16384,
     hidden: int = 2048,
 ) -> tuple[TuneRequest, ...]:
-    """The usual set: every kernel of a head dim, each for three lengths at a fixed number of tokens.
+    """The usual set: every kernel of a head dim, each for several lengths at a fixed number of tokens.
+
+    Other dtypes, GQA ratios and lengths borrow from these (``tables.lookup``).
 
     Args:
         head_dim, dtypes, causal, gqa_ratios: The kernels.
-        seqlens: Query and key lengths; the batch is ``tokens // seqlen``.
-        tokens: batch times seqlen.
+        sizes: Query and key lengths; the batch is ``tokens // max(...)``. Default: ``SIZES``, and for grouped heads
+            ``GROUPED_SIZES`` and decoding: one query against 4,096 keys in 16 times the tokens, so many sequences that
+            it pays to pack the heads of a group.
+        tokens: batch times the larger of the lengths.
         hidden: Query heads times head_dim, about: heads are rounded to whole groups.
     """
     requests = []
@@ -59,10 +68,11 @@ def default_requests(
             for ratio in gqa_ratios:
                 alignment = 16 if head_dim % 8 == 0 else 2
                 spec = KernelSpec("fwd", head_dim, dtype, mask, ratio, alignment)
-                for seqlen in seqlens:
-                    requests.append(
-                        TuneRequest(spec, usual_problem(spec, seqlen, seqlen, tokens=tokens, hidden=hidden))
-                    )
+                pairs = sizes if sizes is not None else SIZES if ratio == 1 else GROUPED_SIZES
+                problems = [usual_problem(spec, *pair, tokens=tokens, hidden=hidden) for pair in pairs]
+                if sizes is None and ratio > 1:
+                    problems.append(usual_problem(spec, 1, 4096, tokens=16 * tokens, hidden=hidden))
+                requests += [TuneRequest(spec, problem) for problem in problems]
     return tuple(requests)
 
 

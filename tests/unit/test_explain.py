@@ -82,6 +82,35 @@ def test_shared_memory_plan_by_hand() -> None:
     assert e.smem.total == 98304
 
 
+def test_shared_memory_of_shared_rows_and_a_ring_by_hand() -> None:
+    # Rows of 256 elements are 512 bytes. P: two tiles of 128 rows of 64 keys, 128 bytes each; a float for 2 x 128 rows;
+    # two mbarriers of 8 bytes for each stage.
+    config = "sm80_128x64s64_w8_st2_qs_guarded_mb1_ring_wn2"
+    e = explained(KernelSpec(head_dim=256), config=config, gpu=get_gpu("h200"))
+    assert [(name, offset, size) for name, offset, size, _ in e.smem_areas()] == [
+        ("Q, then O", 0, 65536),
+        ("K [0]", 65536, 32768),
+        ("K [1]", 98304, 32768),
+        ("V [0]", 131072, 32768),
+        ("V [1]", 163840, 32768),
+        ("P [0]", 196608, 16384),
+        ("P [1]", 212992, 16384),
+        ("rows", 229376, 1024),
+        ("mbarriers", 230400, 32),
+    ]
+    assert e.smem.total == 230432
+    assert "mbarriers" in explanation_text(e)
+
+
+def test_packed_heads_share_tiles_by_hand() -> None:
+    # 16 queries of 8 heads are 128 rows: one tile for each of 4 x 2 key/value heads.
+    spec, problem = KernelSpec(gqa_ratio=8), Problem(4, 16, 4096, 16, 2)
+    e = explained(spec, problem, config=PLAIN.slug() + "_pack")
+    assert e.grid.blocks == 8
+    text = " ".join(explanation_text(e).split())
+    assert "8 = 4 x 2 key/value heads x 1 query tile of 128; the rows of 8 query heads share them" in text
+
+
 def test_waves_by_hand() -> None:
     # 96 KB + 1 KB reserved: one block on an SM of 164 KB. 4 * 16 heads * 32 tiles of 128 rows = 2,048 blocks on 108
     # SMs: 18 waves of 108 are 1,944, 104 are left.

@@ -127,7 +127,29 @@ def test_closed_form_is_the_sum_over_query_tiles() -> None:
         visible = [max(0, end + problem.seqlen_k - problem.seqlen_q) for end in ends]
         tiles = [math.ceil(keys / block_n) for keys in visible]
         keys = sum(min(problem.seqlen_k, count * block_n) for count in tiles)
-        assert tile_work(CAUSAL, config, problem) == TileWork(len(ends), sum(tiles), keys), (config, problem)
+        assert tile_work(CAUSAL, config, problem) == TileWork(1, len(ends), sum(tiles), keys), (config, problem)
+
+
+def test_packed_heads_share_query_tiles() -> None:
+    """Row r of a group is query r // ratio: every (row tile, key tile) with a visible pair counts once."""
+    random = Random(11)
+    for _ in range(400):
+        ratio, block_n = random.choice((2, 3, 7, 8)), random.choice((16, 32, 48, 96))
+        spec = KernelSpec(causal=random.random() < 0.8, gqa_ratio=ratio)
+        config = FwdConfig(block_m=random.choice((16, 64, 96)), block_n=block_n, step_n=16, pack_gqa=True)
+        seqlen_q, seqlen_k = random.randrange(1, 90), random.randrange(1, 300)
+        tiles = keys = 0
+        for row in range(0, seqlen_q * ratio, config.block_m):
+            last = min(seqlen_q, -(-(row + config.block_m) // ratio)) if spec.causal else seqlen_q
+            count = math.ceil(max(0, last + seqlen_k - seqlen_q) / block_n)
+            tiles, keys = tiles + count, keys + min(seqlen_k, count * block_n)
+        blocks = math.ceil(seqlen_q * ratio / config.block_m)
+        problem = Problem(3, seqlen_q, seqlen_k, 2 * ratio, 2)
+        assert tile_work(spec, config, problem) == TileWork(6, blocks, tiles, keys), (spec, config, problem)
+    # One query of 8 heads fills 8 of 64 rows instead of 1 of 64 in 8 tiles.
+    spec, decode = KernelSpec(gqa_ratio=8), Problem(4, 1, 4096, 64, 8)
+    packed, single = FwdConfig(block_m=64, pack_gqa=True), FwdConfig(block_m=64)
+    assert 8 * executed_flops(spec, packed, decode) == executed_flops(spec, single, decode)
 
 
 def test_the_longest_sequence_is_counted_at_once() -> None:

@@ -11,6 +11,7 @@ from fa2gen.hardware import get_gpu
 from fa2gen.problem import Problem
 from fa2gen.spec import KernelSpec
 from fa2gen.tables import load_table, save_entries, table_path
+from fa2gen.tuning.defaults import MEASURED_TRIALS
 from fa2gen.tuning.session import TuneRequest, default_requests, tune
 from fa2gen.tuning.worker import TrialFailure
 from tests.tuning_fakes import FakeRooms, ResourceUsage, entry, request_for
@@ -47,16 +48,20 @@ def saved(tmp_path, gpu="h200"):
 
 def test_default_requests():
     requests = default_requests(128)
-    assert len(requests) == len(set(requests)) == 8 * 3
+    assert len(requests) == len(set(requests)) == 2 * (6 + 3)
     assert {request.spec for request in requests} == {
-        KernelSpec(dtype=dtype, causal=causal, gqa_ratio=ratio)
-        for dtype in ("fp16", "bf16")
-        for causal in (False, True)
-        for ratio in (1, 8)
+        KernelSpec(causal=causal, gqa_ratio=ratio) for causal in (False, True) for ratio in (1, 8)
     }
-    assert {(r.problem.batch, r.problem.seqlen_q, r.problem.num_heads_q) for r in requests} == {
-        (32, 512, 16), (8, 2048, 16), (2, 8192, 16),
-    }  # fmt: skip
+    single = [r.problem for r in requests if r.spec == KernelSpec()]
+    assert [(p.batch, p.seqlen_q, p.num_heads_q) for p in single] == [
+        (32, 512, 16), (16, 1024, 16), (8, 2048, 16), (4, 4096, 16), (2, 8192, 16), (1, 16384, 16),
+    ]  # fmt: skip
+    grouped = [r.problem for r in requests if r.spec == KernelSpec(gqa_ratio=8)]
+    assert grouped == [Problem(16, 1024, 1024, 16, 2), Problem(2, 8192, 8192, 16, 2), Problem(64, 1, 4096, 16, 2)]
+    # Each stands for a size class of its own.
+    assert len({(r.spec, r.problem.bucket(132)) for r in requests}) == len(requests)
+    few = default_requests(64, dtypes=("fp16",), gqa_ratios=(8,), sizes=[(512, 512), (1, 8192)])
+    assert [(r.problem.seqlen_q, r.problem.seqlen_k) for r in few] == 2 * [(512, 512), (1, 8192)]
     for head_dim in range(1, 129):
         for request in default_requests(head_dim):
             assert request.problem.gqa_ratio == request.spec.gqa_ratio
@@ -120,7 +125,7 @@ def test_measured_saves_the_fastest(h200, tmp_path):
     assert row.provenance.numerics == "GPU: passed 20 cases"
     assert set(h200.worker.gated) == {DEFAULT, row.config}
     assert h200.worker.measured[0] == DEFAULT
-    assert len(h200.worker.measured) == 41
+    assert len(h200.worker.measured) == MEASURED_TRIALS + 1
     assert not h200.worker.running
 
 
@@ -139,14 +144,14 @@ def test_measured_resumes(h200, tmp_path):
     # The default and what the table holds are timed anew in every session, and count as known configs after the first.
     first = [DEFAULT, winner]
 
-    def timed_in(trials=40, **options):
+    def timed_in(trials=MEASURED_TRIALS, **options):
         h200.worker.measured.clear()
         report = run(h200, tmp_path, trials=trials, **options)
         assert len(report.entries) == 1
         return h200.worker.measured
 
     assert timed_in() == first
-    assert len(timed_in(trials=44)) == len(first) + 44 - 41
+    assert len(timed_in(trials=MEASURED_TRIALS + 4)) == len(first) + 3
     again = timed_in(trials=3, resume=False)
     assert again[:2] == first
     assert len(again) == 5
@@ -232,7 +237,7 @@ def test_equal_code_that_crashed_is_not_run_again(h200, tmp_path, monkeypatch):
 
 
 def test_a_hopeless_config_is_compared_with_the_best_so_far(h200, tmp_path):
-    """The process stops after a first look at what is three times slower (``measure.HOPELESS``)."""
+    """The process stops after a first look at what is clearly slower (``measure.HOPELESS``)."""
     call, best = h200.worker.call, []
 
     def watch(operation, payload=None, *, timeout):
