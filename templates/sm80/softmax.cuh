@@ -196,7 +196,9 @@ FUNC bool is_block_proved(const OutputTile& acc_o, const SoftmaxState& softmax, 
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       probe[r] = fma_f32(softmax.row_sum[i][r], 0.f, probe[r]);
-      small = small && abs_f32(softmax.row_max[i][r] * scale_log2) <= kLargeReference;
+      // A row that saw no key has none; had it taken part in a guarded step, its sum would not be finite.
+      const float reference = softmax.row_max[i][r];
+      small = small && (reference == neg_inf() || abs_f32(reference * scale_log2) <= kLargeReference);
     }
   }
   return small && probe[0] + probe[1] + probe[2] + probe[3] == 0.f;
