@@ -19,9 +19,10 @@ from click.testing import CliRunner
 from fa2gen.cli import main
 from fa2gen.codegen import FWD_PARAMS, template_hash
 from fa2gen.compile.nvcc import find_nvcc
-from fa2gen.emit import EXTRA_FILES
+from fa2gen.emit import EXTRA_FILES, emit
 from fa2gen.emulator import find_host_compiler
 from fa2gen.errors import ToolchainError
+from fa2gen.hardware import get_gpu
 from fa2gen.launch import POINTERS, fwd_plan
 from fa2gen.problem import Problem
 from fa2gen.spec import FwdConfig, KernelSpec
@@ -151,9 +152,13 @@ def cuda_include() -> Path:
 
 
 @pytest.fixture(scope="module")
-def example(emitted: Path, manifest: dict[str, Any], cuda_include: Path, tmp_path_factory: Any) -> Path:
+def example(emitted: Path, cuda_include: Path, tmp_path_factory: Any) -> Path:
+    return built(emitted, cuda_include, tmp_path_factory.mktemp("example") / "out")
+
+
+def built(emitted: Path, cuda_include: Path, build: Path) -> Path:
     """A copy of the folder in which main.cpp is built against the stub driver."""
-    build = Path(shutil.copytree(emitted, tmp_path_factory.mktemp("example") / "out"))
+    shutil.copytree(emitted, build)
     (struct_text,) = re.findall(r"struct FwdParams \{.*?\};", (build / "main.cpp").read_text(), re.S)
     (build / "stub.c").write_text(STUB_DRIVER.replace("static float load", f"{struct_text}\nstatic float load", 1))
     subprocess.run(
@@ -166,8 +171,8 @@ def example(emitted: Path, manifest: dict[str, Any], cuda_include: Path, tmp_pat
         + ["CXXFLAGS=-O0 -Wall -Wextra -Werror", "LDFLAGS=-L. -Wl,-rpath,'$$ORIGIN'"],
         cwd=build, check=True, timeout=240,
     )  # fmt: skip
-    for kernel in manifest["kernels"]:
-        (build / Path(kernel["file"]).with_suffix(".cubin").name).write_bytes(b"stub")
+    for kernel in build.glob("*.cu"):
+        kernel.with_suffix(".cubin").write_bytes(b"stub")
     return build
 
 
@@ -180,6 +185,10 @@ def run_example(folder: Path, *sizes: int, stub: str | None = None) -> subproces
 
 @pytest.fixture(scope="module")
 def launches(example: Path, manifest: dict[str, Any]) -> list[list[str]]:
+    return launched(example, manifest)
+
+
+def launched(example: Path, manifest: dict[str, Any]) -> list[list[str]]:
     """What main.cpp launched: one list of words per kernel."""
     (example / "launches.txt").unlink(missing_ok=True)
     done = run_example(example, SEQLEN_Q, SEQLEN_K, BATCH, NUM_HEADS_K)
@@ -310,6 +319,25 @@ def test_manifest_describes_the_files(emitted: Path, manifest: dict[str, Any]) -
         assert -(-(fields[-1]["offset"] + 4) // 8) * 8 == kernel["parameters"]["bytes"] == FWD_PARAMS.size
         KernelSpec.from_canonical(kernel["spec"])
         FwdConfig.from_canonical(kernel["config"])
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "config"),
+    [
+        (96, "sm80_32x32s32_w2_st2_qs_guarded_mb1_pb_ring_pack"),
+        (128, "sm80_64x32s32_w4_st2_qs_guarded_mb1_wn2"),
+    ],
+)
+def test_example_of_other_configs(head_dim: int, config: str, cuda_include: Path, tmp_path: Path) -> None:
+    """Packed heads, panels of 32 columns, several query blocks to a head under a causal mask."""
+    spec = KernelSpec(head_dim=head_dim, causal=True, gqa_ratio=7)
+    emit([spec], get_gpu("h100"), tmp_path / "out", config=FwdConfig.from_slug(config))
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    example = built(tmp_path / "out", cuda_include, tmp_path / "example")
+    launches = launched(example, manifest)
+    test_example_launches_what_fa2gen_would(manifest, launches)
+    test_manifest_grid_rule(manifest, launches)
+    assert run_example(example, 33, 70, 2, 1, stub="right").returncode == 0
 
 
 def test_example_launches_what_fa2gen_would(manifest: dict[str, Any], launches: list[list[str]]) -> None:

@@ -19,6 +19,8 @@ FAST_128 = FwdConfig(block_m=128, block_n=64, step_n=64, num_warps=4, num_stages
 FAST_64 = FwdConfig(
     block_m=64, block_n=64, step_n=64, num_warps=2, num_stages=2, q_in_regs=True, softmax="guarded", min_blocks=4
 )
+SHARED_256 = FwdConfig(num_warps=8, softmax="guarded", pipeline="ring", warps_n=2)
+RING_128 = FwdConfig(block_m=256, num_warps=8, num_stages=3, softmax="guarded", proof="block", pipeline="ring")
 COVERING = [
     (KernelSpec(head_dim=128), FAST_128, (9, 0)),
     (
@@ -35,12 +37,25 @@ COVERING = [
         (KernelSpec(head_dim=d, causal=True), default_config(KernelSpec(head_dim=d)), (9, 0))
         for d in (32, 192, 200, 256)
     ),
+    (KernelSpec(head_dim=256), SHARED_256, (9, 0)),
+    (KernelSpec(head_dim=128), RING_128, (9, 0)),
+    (
+        KernelSpec(head_dim=96, alignment=2, gqa_ratio=4),
+        FwdConfig(block_m=64, num_stages=3, softmax="guarded", pipeline="ring", pack_gqa=True),
+        (8, 0),
+    ),
 ]
 CONFIGS = [
     *{config for _, config, _ in COVERING},
     FwdConfig(block_m=256, num_warps=8),
     FwdConfig(block_m=64, block_n=96, step_n=48, num_warps=2, num_stages=2),
     FwdConfig(block_m=128, block_n=64, num_warps=8, q_in_regs=True),
+    *(
+        FwdConfig(num_warps=warps, softmax=softmax, proof=proof, pipeline=pipeline, warps_n=warps // 4)
+        for warps in (4, 8)
+        for softmax, proof in (("online", "step"), ("guarded", "step"), ("guarded", "block"))
+        for pipeline in ("barrier", "ring")
+    ),
 ]
 FULL_GRID = [
     (spec, config, capability)

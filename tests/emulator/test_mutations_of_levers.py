@@ -298,8 +298,8 @@ MUTATIONS = {
         WIDE,
         SHARED,
         "proved = !bar_sync_or(1 + warp_m(), 32 * kWarpsN, !proved);",
-        "sync_partners();",
-        RACES | {"deadlock", "barrier-site", "barrier-count", NUMBERS},
+        "proved = all_lanes(proved);\n  sync_partners();",
+        RACES | {"deadlock", "barrier-site", "barrier-count", "shared-race-write-after-write"},
     ),
     "shared rows: a repair leaves P as it was": (
         WIDE,
