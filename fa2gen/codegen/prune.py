@@ -197,7 +197,8 @@ def _references(
     """What an item mentions: (name, argument); the argument where one name is given, and no template parameter."""
     found: set[tuple[str, str | None]] = set()
     for index, name in enumerate(code.words):
-        if code.kinds[index] != "name" or name in own or code.word(index - 1) in (".", "->"):
+        # A template's parameter hides what the file calls by its name.
+        if code.kinds[index] != "name" or name in own or name in parameters or code.word(index - 1) in (".", "->"):
             continue
         argument = None
         if code.word(index + 1) == "<" and code.word(index + 3) == ">" and code.word(index + 2) not in parameters:

@@ -101,8 +101,9 @@ def test_resources_agree_with_the_plan(compiled):
 def test_fast_configs_do_not_spill_in_their_loops(compiled):
     # A few bytes live through the prologue; FA2's d 128 kernel spills 156 bytes and more on the same compiler.
     for kernel, (_, config, _) in zip(compiled, GRID, strict=True):
-        if config in (FAST_128, FAST_64):
-            assert kernel.resources.spill_store_bytes <= 64, (kernel.source.entry, kernel.target, kernel.resources)
+        if config in (FAST_128, FAST_64, SHARED_256, RING_128):
+            limit = 128 if config == RING_128 else 64
+            assert kernel.resources.spill_store_bytes <= limit, (kernel.source.entry, kernel.target, kernel.resources)
 
 
 def test_accumulators_stay_in_registers(compiled):

@@ -298,7 +298,7 @@ MUTATIONS = {
         WIDE,
         SHARED,
         "proved = !bar_sync_or(1 + warp_m(), 32 * kWarpsN, !proved);",
-        "proved = all_lanes(proved);\n  sync_partners();",
+        "{\n    proved = all_lanes(proved);\n    sync_partners();\n  }",
         RACES | {"deadlock", "barrier-site", "barrier-count", "shared-race-write-after-write"},
     ),
     "shared rows: a repair leaves P as it was": (

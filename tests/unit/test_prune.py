@@ -260,6 +260,11 @@ FUNC int f() { return helper(Used{1}); }
     )
 
 
+def test_a_templates_parameter_hides_a_constant():
+    text = "constexpr int kA = 1;\n\ntemplate <int kA>\nint f() {\n  g();\n  return kA;\n}\n"
+    assert pruned(text, "f<2>();") == text.split("\n\n")[1]
+
+
 def test_a_constant_that_only_a_pragma_names_stays():
     text = "constexpr int kSteps = 4;\n\nvoid f() {\n#pragma unroll kSteps\n  for (;;) g();\n}\n"
     assert pruned(text) == text
