@@ -33,14 +33,14 @@ def mutate(monkeypatch: pytest.MonkeyPatch) -> Mutate:
 
 
 @pytest.fixture
-def caught_by_gate(mutate: Mutate) -> Callable[[KernelSpec, FwdConfig, str, str], tuple[str, str]]:
+def caught_by_gate(mutate: Mutate) -> Callable[..., tuple[str, str]]:
     """What catches a bug: the emulator's name for it, ``wrong numbers`` or ``nothing``; and the report."""
 
-    def caught(spec: KernelSpec, config: FwdConfig, old: str, new: str) -> tuple[str, str]:
+    def caught(spec: KernelSpec, config: FwdConfig, old: str, new: str, timeout: float = 60.0) -> tuple[str, str]:
         def runner(
             q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float
         ) -> tuple[torch.Tensor, torch.Tensor]:
-            return run_forward(spec, config, q, k, v, softmax_scale=softmax_scale, timeout=20.0)[:2]
+            return run_forward(spec, config, q, k, v, softmax_scale=softmax_scale, timeout=timeout)[:2]
 
         mutate(old, new)
         try:
