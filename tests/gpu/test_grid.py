@@ -7,7 +7,7 @@ core-seconds.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from fa2gen.codegen import render_kernel
 from fa2gen.compile import compile_many
 from fa2gen.errors import CompileError
-from fa2gen.gate import GateCase, check_forward, make_inputs
+from fa2gen.gate import GateCase, check_forward, forward_cases, make_inputs
 from fa2gen.problem import Problem
 from fa2gen.runtime import attention, plan
 from fa2gen.runtime.request import Request, read_request
@@ -104,22 +104,25 @@ def _unaligned(x: Tensor) -> Tensor:
 
 
 def _adversaries(spec: KernelSpec, config: FwdConfig) -> list[GateCase]:
-    """Inputs on which a guarded softmax has to be repaired, over several tiles and, if aligned, query blocks."""
+    """Inputs on which a guarded softmax has to be repaired, over several tiles and, if aligned, query blocks.
+
+    And the gate's own at the ends of the range: gigantic logits, v near the dtype's limit, scale 0.
+    """
     block_n, step_n, ratio = config.block_n, config.step_n, spec.gqa_ratio
     rows, keys = (2 * config.block_m + 17 if spec.alignment == 16 else 17), 3 * block_n + 1
     cases = (("spike_first", 200.0, 1), ("both", 120.0, step_n), ("cold_last", 300.0, block_n), ("walk", 1.0, 1))
-    return [
-        GateCase(
-            Problem(1, rows, keys, ratio, 1),
-            data,
-            1.0 / math.sqrt(spec.head_dim),
-            amount,
-            period,
-            layout=("padded", "heads_first")[number % 2],
-            seed=number,
-        )
+    made = [
+        GateCase(Problem(1, rows, keys, ratio, 1), data, 1.0 / math.sqrt(spec.head_dim), amount, period, seed=number)
         for number, (data, amount, period) in enumerate(cases)
     ]
+    extremes = [
+        case
+        for case in forward_cases(spec, config, budget="quick")
+        if case.data == "constant" or case.v_scale != 1.0 or case.softmax_scale == 0.0
+    ]
+    # Views, so that an alignment of 2 is what the call has.
+    layouts = ("padded", "heads_first")
+    return [replace(case, layout=layouts[number % 2]) for number, case in enumerate([*made, *extremes])]
 
 
 @pytest.mark.parametrize("number", range(FORCED_CONFIGS))
@@ -129,14 +132,16 @@ def test_forced_configs(head_dim: int, number: int, kernels: _Kernels) -> None:
         pytest.skip(f"{len(kernels.forced[head_dim])} configs hold every value of every tunable")
     spec, config = kernels.forced[head_dim][number]
     aligned = spec.alignment == 16
-    inputs = []
+    inputs: list[tuple[float | None, tuple[Tensor, Tensor, Tensor]]] = []
     for seqlen_q, seqlen_k in SHAPES if aligned else UNALIGNED_SHAPES:
         torch.manual_seed(seqlen_q * 31 + seqlen_k)
-        shapes = ((seqlen_q, 2 * spec.gqa_ratio), (seqlen_k, 2), (seqlen_k, 2))
-        made = (torch.randn(1, s, h, head_dim, device="cuda").to(DTYPES[spec.dtype]) for s, h in shapes)
-        inputs.append(tuple(x if aligned else _unaligned(x) for x in made))
-    inputs += [make_inputs(spec, case, "cuda") for case in _adversaries(spec, config)]
-    for q, k, v in inputs:
-        request = read_request(q, k, v, causal=spec.causal, softmax_scale=None, backend="cuda")
+        q, k, v = (
+            torch.randn(1, seqlen, heads, head_dim, device="cuda").to(DTYPES[spec.dtype])
+            for seqlen, heads in ((seqlen_q, 2 * spec.gqa_ratio), (seqlen_k, 2), (seqlen_k, 2))
+        )
+        inputs.append((None, (q, k, v) if aligned else (_unaligned(q), _unaligned(k), _unaligned(v))))
+    inputs += [(case.softmax_scale, make_inputs(spec, case, "cuda")) for case in _adversaries(spec, config)]
+    for scale, (q, k, v) in inputs:
+        request = read_request(q, k, v, causal=spec.causal, softmax_scale=scale, backend="cuda")
         assert request.spec == spec, "the call needs the kernel that was compiled"
-        _run(q, k, v, spec.causal, None, config)
+        _run(q, k, v, spec.causal, scale, config)
