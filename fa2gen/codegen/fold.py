@@ -105,22 +105,27 @@ class _Folder:
         operator = operators.pop() if len(operators) == 1 else ""
         return (operator, [*parts, (first, end)]) if operator in ("&&", "||") else ("", [])
 
-    def _shorten(self, begin: int, end: int) -> None:
+    def _shorten(self, begin: int, end: int) -> int:
         """Leaves out the parts of an undecided ``a && b && c`` that are true, so that what it depends on is left.
 
         Likewise those of ``a || b || c`` that are false, and both inside brackets.
+
+        Returns:
+            How many parts are left; 0 for an expression without parts.
         """
-        code, kept = self.code, False
+        code, kept = self.code, 0
         operator, parts = self._parts(begin, end)
         for first, last in parts:
             if evaluate(code.words[first:last], self.known) is not (operator == "&&"):
-                kept = True
-                if code.word(first) == "(" and code.partner[first] == last - 1:
-                    self._shorten(first + 1, last - 1)
+                kept += 1
+                is_group = code.word(first) == "(" and code.partner[first] == last - 1
+                if is_group and self._shorten(first + 1, last - 1) == 1:
+                    self.cuts += [(code.starts[first], code.ends[first]), (code.starts[last - 1], code.ends[last - 1])]
                 continue
             # With the operator after it, or the one before it if something is kept already.
             start = code.starts[first] if not kept else code.ends[first - 2]
             self.cuts.append((start, code.ends[last - 1] if kept or last == end else code.starts[last + 1]))
+        return kept
 
     def _branch(self, index: int) -> _Branch:
         code = self.code

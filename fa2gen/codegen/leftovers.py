@@ -8,6 +8,8 @@ from .lexer import Code
 
 _INDENT = 2
 _VALUE_TYPES = ("bool", "int", "u32", "float")
+# Functions that do nothing but compute.
+_PURE = ("max_i32", "min_i32")
 _DECLARATION = re.compile(r" *(?:const |constexpr )*(?:" + "|".join(_VALUE_TYPES) + r") \w+ = [^\n]*;")
 
 
@@ -50,7 +52,8 @@ def _without_unread_values(code: Code) -> str:
             continue
         # `<` compares, unless a `>` closes a template's arguments.
         marks = ("(", "[", "<") if ">" in code.words[first:end] else ("(", "[")
-        calls = any(code.kinds[i] == "name" and code.word(i + 1) in marks for i in range(first, end))
+        names = [i for i in range(first, end) if code.kinds[i] == "name" and code.words[i] not in _PURE]
+        calls = any(code.word(i + 1) in marks for i in names)
         if not calls and not any(code.kinds[i] in ("string", "directive") for i in range(first, end)):
             return _cut_declaration(code.text, code.starts[name], code.ends[end])
     return code.text
@@ -74,15 +77,22 @@ def _without_constant_flags(code: Code) -> str:
         if end != first + 1 or code.words[first] not in ("true", "false"):
             continue
         others = [i for i, other in enumerate(code.words) if other == word and i != name]
-        if others and all(
-            code.word(i - 1) == "(" and code.word(i - 2) == "if" and code.word(i + 1) == ")" for i in others
-        ):
+        if others and all(_is_asked(code, i) for i in others):
             pieces, at = [], 0
             for i in others:
                 pieces += [code.text[at : code.starts[i]], code.words[first]]
                 at = code.ends[i]
             return "".join([*pieces, code.text[at:]])
     return code.text
+
+
+def _is_asked(code: Code, index: int) -> bool:
+    """Whether a name stands in an ``if``'s own brackets, by itself: not in a call, not beside ``=`` or ``&``."""
+    opened = index - 1
+    while opened >= 0 and code.words[opened] not in ("(", "{", "}", ";"):
+        opened = code.partner[opened] - 1 if code.words[opened] in (")", "]") else opened - 1
+    around = {code.word(index - 1), code.word(index + 1)}
+    return code.word(opened) == "(" and code.word(opened - 1) == "if" and around <= {"(", ")", "&&", "||", "!"}
 
 
 def _without_single_loops(code: Code) -> str:

@@ -138,12 +138,14 @@ FUNC void online_softmax(ScoreTile& acc_s, OutputTile& acc_o, SoftmaxState& soft
 // the warp's rows see a key of this step.
 FUNC void first_references(SoftmaxState& softmax, const ScoreTile& acc_s, float scale_log2) {
   max_of_step(softmax.row_max, acc_s);
-  bool large = false;
+  if constexpr (!kDeferred) {
+    bool large = false;
 #pragma unroll
-  for (int i = 0; i < kTilesM; i++)
+    for (int i = 0; i < kTilesM; i++)
 #pragma unroll
-    for (int r = 0; r < 2; r++) large = large || abs_f32(softmax.row_max[i][r] * scale_log2) > kLargeReference;
-  if constexpr (!kDeferred) softmax.guard_limit = any_lane(large) ? -1.f : kGuardLimit;
+      for (int r = 0; r < 2; r++) large = large || abs_f32(softmax.row_max[i][r] * scale_log2) > kLargeReference;
+    softmax.guard_limit = any_lane(large) ? -1.f : kGuardLimit;
+  }
 }
 
 // Guarded softmax: P of a step against the reference that the rows have, so there is no maximum, no shuffle and no

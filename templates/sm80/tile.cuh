@@ -91,8 +91,7 @@ FUNC int query_of(int row) { return kPackGqa ? row / kGqaRatio : row; }
 
 // Elements from a head's first row to row `row` of q or o.
 FUNC i64 row_offset(int row, i64 row_stride, i64 head_stride) {
-  if constexpr (kPackGqa) return query_of(row) * row_stride + row % kGqaRatio * head_stride;
-  return row * row_stride;
+  return kPackGqa ? query_of(row) * row_stride + row % kGqaRatio * head_stride : row * row_stride;
 }
 
 // Loads a warp's share of the query block that begins at row_0 into the Q tile; rows from num_rows on become zero.
