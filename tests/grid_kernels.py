@@ -1,4 +1,4 @@
-"""Which kernels the GPU grid runs: head dims, dtypes, masks and head ratios; and configs over every tunable's values."""
+"""The kernels of the GPU grid: head dims, dtypes, masks and head ratios; and configs with every tunable's values."""
 
 from __future__ import annotations
 

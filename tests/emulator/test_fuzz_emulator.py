@@ -28,13 +28,16 @@ KERNELS = [0, 2, 5, 7]
 
 
 def _calls(pool_number: int, count: int) -> list[Call]:
-    pool = [POOL[pool_number]]
-    return [draw_call(seed, pool, max_length=130, max_pairs=8_000, max_elements=60_000) for seed in range(count)]
+    pool, first = [POOL[pool_number]], 8 * pool_number
+    return [
+        draw_call(seed, pool, max_length=130, max_pairs=8_000, max_elements=60_000)
+        for seed in range(first, first + count)
+    ]
 
 
 @pytest.mark.parametrize("number", KERNELS)
 def test_random_calls(number: int) -> None:
-    """Seeds 0 to 4 of one kernel; a call after seed 3 is refused."""
+    """Five seeds of each kernel; a call after the fourth is refused."""
     for call in _calls(number, 5):
         q, k, v = make_tensors(call, "cpu")
         result = attention(q, k, v, backend="emulator", **call.options)
