@@ -13,10 +13,14 @@ from click.testing import CliRunner
 from fa2gen.cli import main
 from fa2gen.commands.options import gpu_at_hand
 from fa2gen.compile.nvcc import find_nvcc
+from fa2gen.emit import emit
+from fa2gen.spec import FwdConfig, KernelSpec
 
 
 def _libcuda_folder(tmp_path: Path) -> Path:
     """A folder with the name that ``-lcuda`` looks for; a driver installs ``libcuda.so.1`` only."""
+    if (tmp_path / "libcuda.so").exists():
+        return tmp_path
     name = ctypes.util.find_library("cuda") or "libcuda.so.1"
     with open("/proc/self/maps") as maps:
         loaded = [line.split()[-1] for line in maps if "/libcuda.so" in line]
@@ -28,16 +32,44 @@ def _libcuda_folder(tmp_path: Path) -> Path:
     pytest.skip("libcuda.so.1 was not found on disk")
 
 
-@pytest.mark.parametrize("sizes", [(), (113, 203, 3, 2), (1, 65, 1, 1), (70, 3, 2, 1)])
+SIZES = [(), (113, 203, 3, 2), (1, 65, 1, 1), (70, 3, 2, 1)]
+
+
+@pytest.mark.parametrize("sizes", SIZES)
 def test_example_is_right(sizes: tuple[int, ...], tmp_path: Path) -> None:
-    gpu = gpu_at_hand()
-    assert gpu is not None
     out = tmp_path / "out"
     arguments = ["emit", "--headdim", "64", "--headdim", "128", "--gqa", "1", "--gqa", "7", "-o", str(out)]
     if sizes:
         arguments += ["--dtype", "bf16"]
     result = CliRunner().invoke(main, arguments)
     assert result.exit_code == 0, result.output
+    _assert_right(out, sizes, tmp_path)
+
+
+# Packed heads and panels of 32 columns; shared rows; a ring and the proof at the end.
+CONFIGS = [
+    (96, 7, "sm80_64x64s32_w4_st2_qs_guarded_mb1_pb_ring_pack"),
+    (256, 1, "sm80_64x32s32_w4_st2_qs_guarded_mb1_wn2"),
+    (128, 4, "sm80_64x64s64_w4_st2_qs_guarded_mb1_pb_ring"),
+]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("head_dim", "gqa_ratio", "config"), CONFIGS)
+def test_example_of_other_configs_is_right(
+    head_dim: int, gqa_ratio: int, config: str, causal: bool, tmp_path: Path
+) -> None:
+    gpu = gpu_at_hand()
+    assert gpu is not None
+    spec = KernelSpec(head_dim=head_dim, causal=causal, gqa_ratio=gqa_ratio)
+    emit([spec], gpu, tmp_path / "out", config=FwdConfig.from_slug(config))
+    for sizes in SIZES:
+        _assert_right(tmp_path / "out", sizes, tmp_path)
+
+
+def _assert_right(out: Path, sizes: tuple[int, ...], tmp_path: Path) -> None:
+    gpu = gpu_at_hand()
+    assert gpu is not None
     build = ["make", "-j4", "-C", str(out), f"NVCC={find_nvcc().path}", f"ARCH={gpu.target}"]
     subprocess.run([*build, f"LDFLAGS=-L{_libcuda_folder(tmp_path)}"], check=True, timeout=300)
     done = subprocess.run(
