@@ -11,6 +11,9 @@ constexpr float kLargeReference = 2048.f;
 // bf16 has float's exponent range, and 2^24 leaves V room up to 10^31.
 constexpr float kGuardLimit = kFp16 ? 32768.f : 16777216.f;
 
+// A lane's sum over all steps: the sum of a row's lanes, and its reciprocal, stay normal numbers.
+constexpr float kBlockLimit = 1.2676506e30f;  // 2^100
+
 constexpr float kLn2 = 0.69314718f;
 
 // A thread keeps two rows of each m16 tile i: row i * 16 + r * 8 + lane / 4 of its warp.
@@ -184,11 +187,12 @@ FUNC void add_step_sum(SoftmaxState& softmax, const float (&step_sum)[kTilesM][2
     for (int r = 0; r < 2; r++) softmax.row_sum[i][r] += step_sum[i][r];
 }
 
-// Proof of a whole query block: nothing left float's range if O and the sums are finite, for what overflows on the way
-// (p, a sum, a product) stays infinite or becomes NaN; and no reference is large, so that the exponents are right.
+// Proof of a whole query block: nothing left float's range if O is finite and the sums are below kBlockLimit, for what
+// overflows on the way (p, a sum, a product) stays infinite or becomes NaN; and no reference is large, so that the
+// exponents are right.
 FUNC bool is_block_proved(const OutputTile& acc_o, const SoftmaxState& softmax, float scale_log2) {
   float probe[4] = {0.f, 0.f, 0.f, 0.f};  // stays 0 as long as what it meets is finite
-  bool small = true;
+  bool proved = true;
 #pragma unroll
   for (int i = 0; i < kTilesM; i++) {
 #pragma unroll
@@ -197,11 +201,11 @@ FUNC bool is_block_proved(const OutputTile& acc_o, const SoftmaxState& softmax, 
       for (int e = 0; e < 4; e++) probe[e] = fma_f32(acc_o[i][n][e], 0.f, probe[e]);
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      probe[r] = fma_f32(softmax.row_sum[i][r], 0.f, probe[r]);
-      // A row that saw no key has none; had it taken part in a guarded step, its sum would not be finite.
+      // A row that saw no key has no reference; had it taken part in a guarded step, its sum would not be finite.
       const float reference = softmax.row_max[i][r];
-      small = small && (reference == neg_inf() || abs_f32(reference * scale_log2) <= kLargeReference);
+      proved = proved && softmax.row_sum[i][r] < kBlockLimit &&
+               (reference == neg_inf() || abs_f32(reference * scale_log2) <= kLargeReference);
     }
   }
-  return small && probe[0] + probe[1] + probe[2] + probe[3] == 0.f;
+  return proved && probe[0] + probe[1] + probe[2] + probe[3] == 0.f;
 }

@@ -192,22 +192,22 @@ MUTATIONS = {
     "block: the sums are not looked at": (
         FULL,
         BLOCK,
-        "probe[r] = fma_f32(softmax.row_sum[i][r], 0.f, probe[r]);",
-        "",
+        "proved = proved && softmax.row_sum[i][r] < kBlockLimit &&",
+        "proved = proved &&",
         {NUMBERS},
     ),
     "block: large references are not looked at": (
         FULL,
         BLOCK,
-        "small = small && abs_f32",
-        "small = small || abs_f32",
+        "abs_f32(reference * scale_log2) <= kLargeReference);",
+        "true);",
         {NUMBERS},
     ),
     "block: only the upper rows of a tile are looked at": (
         FULL,
         BLOCK,
-        "return small && probe[0] + probe[1] + probe[2] + probe[3] == 0.f;",
-        "return small && probe[0] == 0.f;",
+        "return proved && probe[0] + probe[1] + probe[2] + probe[3] == 0.f;",
+        "return proved && probe[0] == 0.f;",
         {NUMBERS},
     ),
     "block: each warp decides for itself": (

@@ -35,7 +35,7 @@ TOOLS = {
     "memcheck": ["--report-api-errors", "no"],
     # mbarriers of a block, of which a ring of three stages has six.
     "racecheck": ["--num-cuda-barriers", "16"],
-    "synccheck": ["--num-cuda-barriers", "16"],
+    "synccheck": ["--num-cuda-barriers", "4096"],
 }
 TIMEOUT = 180.0
 FOUND = 99  # exit status by which a tool says that it found something
