@@ -203,13 +203,6 @@ MUTATIONS = {
         "true);",
         {NUMBERS},
     ),
-    "block: only the upper rows of a tile are looked at": (
-        FULL,
-        BLOCK,
-        "return proved && probe[0] + probe[1] + probe[2] + probe[3] == 0.f;",
-        "return proved && probe[0] == 0.f;",
-        {NUMBERS},
-    ),
     "block: each warp decides for itself": (
         CAUSAL,
         BLOCK,
