@@ -1,4 +1,4 @@
-"""Tuning on one GPU: default and incumbent, the model's favourites, then Optuna; a winner is proved, then saved."""
+"""Tuning on one GPU: default, incumbent, the model's favourites, neighbours, Optuna; a winner is proved, then saved."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fa2gen.tables import Clocks, Incumbent, Measurement, Provenance, TunedEntry
 from .defaults import MEASURED_TRIALS
 from .device import MeasuringDevice, Verdict
 from .report import Ledger, TuneRequest
-from .shortlist import code_digest, launch_reason, shortlist, spill_reason
+from .shortlist import code_digest, launch_reason, neighbours, shortlist, spill_reason
 from .space import legal_space
 from .study import Asked, TuningStudy
 from .timing import METHOD, Timing
@@ -158,13 +158,16 @@ class MeasuredTuning:
                 self._conclude(job)
 
     def _search(self, job: _Job) -> None:
-        """Times the default, the incumbent, the model's favourites, then what the sampler asks for."""
+        """Times the default, the incumbent, the model's favourites; neighbours of the best; what the sampler asks for.
+
+        What ptxas makes of neighbours the model does not see: they are tried around what turned out to be fast.
+        """
         request, study, cores = job.request, job.study, usable_cores()
         first = list(dict.fromkeys(config for config in (job.default, job.incumbent) if config is not None))
         budget = max(0, self._trials - len(study.times()))
         self._ledger.expect("measure", len(first) + budget)
         # Whole rounds of the compiler pool, these among them: a 17th kernel on 16 cores costs as much as 16 more.
-        size = min(budget, -(-max(8, self._trials // 2 + 1) // cores) * cores - len(first))
+        size = min(budget, -(-max(8, self._trials // 2) // cores) * cores - len(first))
         if budget:
             favourites = shortlist(request.spec, [request.problem], self._ledger.gpu, size + len(first))
             for config in [config for config in favourites if config not in first][:size]:
@@ -180,6 +183,15 @@ class MeasuredTuning:
             if budget <= 0 or self._ledger.late():
                 return
             batch, size = [], min(budget, max(4, cores))
+            self._enqueue_neighbours(job, size)
+
+    def _enqueue_neighbours(self, job: _Job, size: int) -> None:
+        """Those of the two fastest so far, for two thirds of a batch: the rest is the sampler's."""
+        request, times, tried = job.request, job.times(), job.tried()
+        best = sorted(times, key=times.__getitem__)[:2]
+        near = neighbours(request.spec, request.problem, self._ledger.gpu, best)
+        for config in [config for config in near if config not in tried][: 2 * size // 3]:
+            job.study.enqueue(config)
 
     def _ask(self, study: TuningStudy, count: int) -> list[Asked]:
         batch: list[Asked] = []

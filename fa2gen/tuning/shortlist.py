@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import struct
 from collections.abc import Sequence
+from dataclasses import replace
 
 from fa2gen.compile import CompiledKernel
 from fa2gen.constraints import smem_plan
@@ -13,7 +15,7 @@ from fa2gen.problem import Problem
 from fa2gen.spec import FwdConfig, KernelSpec
 
 from .model import Facts, predict
-from .space import legal_space
+from .space import GRID, config_of, legal_space, params_of
 
 # Good kernels of this family spill up to about 100 bytes of prologue values; beyond this the loop itself spills.
 MAX_SPILL_BYTES = 512
@@ -24,16 +26,43 @@ MAX_ARRAY_BYTES = 64
 def shortlist(spec: KernelSpec, problems: Sequence[Problem], gpu: Gpu, count: int) -> list[FwdConfig]:
     """The legal configs that the model, before compiling, expects to be fastest over the problems; best first.
 
-    Each problem counts alike: configs are ordered by the mean of their time over the problem's best time.
+    Each problem counts alike: configs are ordered by the mean of their time over the problem's best time. Of those that
+    differ in stages and residency alone the first comes before all others: what the model says of them is within its
+    error, and they would crowd out other shapes.
     """
-    configs = legal_space(spec, gpu).configs
+    score = _scores(spec, problems, gpu, legal_space(spec, gpu).configs)
+    first: list[FwdConfig] = []
+    others: list[FwdConfig] = []
+    seen: set[FwdConfig] = set()
+    for config in sorted(score, key=score.__getitem__):
+        kind = replace(config, num_stages=1, min_blocks=1)
+        (others if kind in seen else first).append(config)
+        seen.add(kind)
+    return [*first, *others][:count]
+
+
+def neighbours(spec: KernelSpec, problem: Problem, gpu: Gpu, configs: Sequence[FwdConfig]) -> list[FwdConfig]:
+    """The legal configs that differ in a single tunable from one of these: of each in turn, in the model's order."""
+    legal, lists = {*legal_space(spec, gpu).configs}, []
+    for config in configs:
+        points = [config_of({**params_of(config), name: value}) for name, values in GRID.items() for value in values]
+        near = dict.fromkeys(point for point in points if point is not None and point in legal)
+        score = _scores(spec, [problem], gpu, tuple(near))
+        lists.append(sorted(score, key=score.__getitem__))
+    mixed = dict.fromkeys(config for turn in itertools.zip_longest(*lists) for config in turn if config is not None)
+    return [config for config in mixed if config not in configs]
+
+
+def _scores(
+    spec: KernelSpec, problems: Sequence[Problem], gpu: Gpu, configs: Sequence[FwdConfig]
+) -> dict[FwdConfig, float]:
     score = dict.fromkeys(configs, 0.0)
     for problem in problems:
         times = {config: predict(spec, config, problem, gpu).ms for config in configs}
         best = min(times.values(), default=1.0)
         for config, ms in times.items():
             score[config] += ms / best
-    return sorted(configs, key=lambda config: score[config])[:count]
+    return score
 
 
 def facts_of(compiled: CompiledKernel) -> Facts:
