@@ -118,13 +118,11 @@ FWD_PARAMS = ParamStruct(
         Field("int", "num_heads", "query heads, at least 1"),
         Field("int", "seqlen_q", "at least 1"),
         Field("int", "seqlen_k", "may be 0"),
-        Field(
-            "int", "num_m_blocks", "ceil(rows / block_m); a head has seqlen_q rows, packed ones seqlen_q * gqa_ratio"
-        ),
+        Field("int", "num_m_blocks", "ceil(rows / block_m); rows are seqlen_q, of packed heads seqlen_q * gqa_ratio"),
         Field(
             "int",
             "heads_per_section",
-            "heads (or sets of packed ones) whose K and V fit in half of L2; from 1 to all of them are right",
+            "heads (or sets of packed ones) whose K and V fit in half of L2; 1 to all are right",
         ),
         Field(
             "int",
