@@ -24,7 +24,7 @@ from tests.fuzz_calls import (
 ARCH = arch_limits((8, 0))
 POOL = kernel_pool(ARCH, count=8, from_tables=1, max_head_dim=64)
 # The last one reads single elements.
-KERNELS = [0, 2, 5, 7]
+KERNELS = [0, 5, 7]
 
 
 def _calls(pool_number: int, count: int) -> list[Call]:
@@ -69,7 +69,7 @@ def test_calls_need_the_kernel_that_they_name() -> None:
     """Or else a run would compile kernels that nobody counted."""
     pool = kernel_pool(arch_limits((9, 0)), count=88, from_tables=8)
     layouts, data, lengths = set(), set(), set()
-    for seed in range(300):
+    for seed in range(150):
         call = draw_call(seed, pool, max_length=300, max_pairs=20_000, max_elements=50_000)
         q, k, v = make_tensors(call, "cpu")
         options = {"causal": call.spec.causal, "softmax_scale": call.softmax_scale}
