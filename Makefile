@@ -14,7 +14,7 @@ PYTEST_ARGS ?=
 BIN = $(VENV)/bin
 PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: tune test test-full lint format clean
+.PHONY: tune test test-full sanitize lint format clean
 
 tune: $(VENV)/.install
 	$(BIN)/fa2gen tune --headdim $(HEADDIM) --gpu $(GPU) $(TUNE_ARGS)
@@ -24,6 +24,10 @@ test: $(VENV)/.install
 
 test-full: $(VENV)/.install
 	FA2GEN_TEST_FULL=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# With a GPU, PyCUDA and a CUDA toolkit.
+sanitize: $(VENV)/.install
+	$(BIN)/python tests/gpu/sanitize.py
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff check .

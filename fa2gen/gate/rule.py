@@ -23,8 +23,9 @@ from torch import Tensor
 from fa2gen.reference import attention_forward, plain16_forward, weight_noise
 
 UNIT_ROUNDOFF = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
-# Fewest columns whose maximum is a fair size of a row's error.
-FEWEST_COLUMNS = 16
+# Fewest columns whose maximum is a fair size of a row's error: at 16 columns a row in a million of a right kernel is
+# found wrong by the bare rule, at 1 column 4 %.
+FEWEST_COLUMNS = 32
 
 
 @dataclass(frozen=True)
