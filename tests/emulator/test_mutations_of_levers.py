@@ -75,8 +75,8 @@ MUTATIONS = {
     "one stage: an idle warp skips the barrier": (
         CAUSAL,
         ONE_STAGE,
-        "the block's barriers are met all the same.\n        swap_stage(tiles, i, p);",
-        "",
+        "  swap_stage(tiles, i, p);",
+        "  if (active) swap_stage(tiles, i, p);",
         {"deadlock", "barrier-site"} | RACES,
     ),
     # Three stages, and Q in registers.
@@ -362,7 +362,7 @@ MUTATIONS = {
     "predicated: the chunk beyond the row is read": (
         PREDICATED,
         CONFIG,
-        "valid && (chunk * 8 < kHeadDim)",
+        "valid && chunk * 8 < kHeadDim",
         "valid",
         STRAY,
     ),
