@@ -51,7 +51,8 @@ def _without_unread_values(code: Code) -> str:
         if code.words.count(code.words[name]) > 1:
             continue
         # `<` compares, unless a `>` closes a template's arguments.
-        marks = ("(", "[", "<") if ">" in code.words[first:end] else ("(", "[")
+        closes = any(code.words[i : i + 2] == [">", "("] for i in range(first, end))
+        marks = ("(", "[", "<") if closes else ("(", "[")
         names = [i for i in range(first, end) if code.kinds[i] == "name" and code.words[i] not in _PURE]
         calls = any(code.word(i + 1) in marks for i in names)
         if not calls and not any(code.kinds[i] in ("string", "directive") for i in range(first, end)):
