@@ -19,6 +19,8 @@ from .space import GRID, config_of, legal_space, params_of
 
 # Good kernels of this family spill up to about 100 bytes of prologue values; beyond this the loop itself spills.
 MAX_SPILL_BYTES = 512
+# So many queries fill the rows of a block by themselves: packing heads wins nothing, and doubles what is to be ranked.
+_PACKING_SEQLEN = 512
 # A stack frame beyond the spills holds arrays that should be registers; kernels with one ran 5 to 8 times slower.
 MAX_ARRAY_BYTES = 64
 
@@ -30,7 +32,10 @@ def shortlist(spec: KernelSpec, problems: Sequence[Problem], gpu: Gpu, count: in
     differ in stages and residency alone the first comes before all others: what the model says of them is within its
     error, and they would crowd out other shapes.
     """
-    score = _scores(spec, problems, gpu, legal_space(spec, gpu).configs)
+    configs = legal_space(spec, gpu).configs
+    if all(problem.seqlen_q >= _PACKING_SEQLEN for problem in problems):
+        configs = tuple(config for config in configs if not config.pack_gqa)
+    score = _scores(spec, problems, gpu, configs)
     first: list[FwdConfig] = []
     others: list[FwdConfig] = []
     seen: set[FwdConfig] = set()

@@ -128,7 +128,7 @@ def test_a_dry_run_names_what_comes_first(tmp_path, monkeypatch):
     assert planned["default"] == default_config(SPEC).canonical()
     assert planned["incumbent"] == old.canonical()
     assert len(planned["model_favourites"]) == 3
-    assert form["kernels_to_compile"] == 42
+    assert form["kernels_to_compile"] == 32
     text = run(*arguments).stdout
     marks = [line.split()[0] for line in text.splitlines() if line.startswith("  ")]
     assert marks == ["default", "incumbent", "model", "model", "model"]
@@ -147,7 +147,7 @@ def test_a_dry_run_without_the_gpu_predicts_and_times_nothing():
 
 
 def test_a_dry_run_is_quick():
-    """24 requests: 1.4 s of one core alone."""
+    """24 requests of 950 configs each: 3 to 4 s of one core alone."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
     subprocess.run(
         [sys.executable, str(ROOT / "cli.py"), "tune", "--headdim", "128", "--gpu", "a100", "--dry-run"],
@@ -156,7 +156,7 @@ def test_a_dry_run_is_quick():
         timeout=60,
     )
     used = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before
-    assert used < 4.0, "twice what is wanted, for machines half as fast"
+    assert used < 8.0, "twice what is wanted, for machines half as fast"
 
 
 class Tuner:

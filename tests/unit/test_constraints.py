@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fa2gen.constraints import (
+    borrowed_config,
     default_config,
     estimate_registers,
     infeasible_reason,
@@ -53,17 +54,33 @@ def test_each_reason(change, text):
 
 
 def test_default_config_fills_the_chips_that_have_room():
-    """Two blocks an SM even where it has 100 KB, up to head dim 128; beyond, two on an A100 and on an H200."""
+    """A warp for each scheduler even where an SM has 100 KB, two where it has 164."""
     for head_dim in NATIVE_HEAD_DIMS:
         spec = KernelSpec(head_dim=head_dim)
         config = default_config(spec)
         registers, smem = estimate_registers(spec, config), smem_plan(spec, config).total
         for capability in supported_compute_capabilities():
             arch = arch_limits(capability)
-            fewest = 1 if head_dim > 128 and arch.max_smem_per_sm < 128 * 1024 else 2
+            fewest = 4 if arch.max_smem_per_sm < 128 * 1024 else 8
             if head_dim == 256 and capability in ((8, 0), (8, 7)):
-                fewest = 1  # 96 KiB of a block, 164 of an SM
-            assert occupancy(arch, config.num_threads, registers, smem).blocks_per_sm >= fewest
+                fewest = 4  # 96 KiB of a block, 164 of an SM
+            assert occupancy(arch, config.num_threads, registers, smem).warps_per_sm >= fewest
+
+
+@pytest.mark.parametrize(
+    ("change", "changes"),
+    [
+        ({}, ""),
+        ({"proof": "block"}, "proof step instead of block"),
+        ({"pack_gqa": True}, "heads not packed"),
+        ({"proof": "block", "pack_gqa": True}, "proof step instead of block, heads not packed"),
+    ],
+)
+def test_borrowed_configs_lose_what_is_forbidden_alone(change, changes):
+    plain = FwdConfig(softmax="guarded")
+    borrowed = FwdConfig(**{**plain.canonical(), **change})
+    assert borrowed_config(KernelSpec(dtype="fp16"), borrowed) == (plain, changes)
+    assert borrowed_config(KernelSpec(gqa_ratio=8), borrowed) == (borrowed, "")
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ def test_predicted_compiles_24_of_each_spec_and_proves_winner_and_default(rooms,
 
 
 def test_predicted_times_are_kept_in_a_study_of_their_own(rooms, tmp_path):
-    rooms.refused = lambda config: config.block_m == 128
+    rooms.refused = lambda config: config.proof == "block"
     run(rooms, tmp_path, gpu="a100", trials=40)
     request = request_for()
 
@@ -122,9 +122,9 @@ def test_predicted_never_saves_a_config_that_failed_the_gate(rooms, tmp_path):
 
 
 def test_predicted_reports_refused_kernels(rooms, tmp_path):
-    rooms.refused = lambda config: config.softmax == "guarded"
+    rooms.refused = lambda config: config.pipeline == "ring"
     report = run(rooms, tmp_path, gpu="a100")
-    assert report.entries[0].config.softmax == "online"
+    assert report.entries[0].config.pipeline == "barrier"
     assert {f.outcome for f in report.failures} == {"compile_failed"}
     assert "line 3" in report.failures[0].reason
 
