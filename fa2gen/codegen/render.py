@@ -18,6 +18,7 @@ from .lexer import TemplateError
 from .manifest import body_headers, body_template, platform_headers
 from .params import PARAMS
 from .prune import prune
+from .rejoin import rejoin
 
 PLATFORMS = ("cuda", "host")
 
@@ -157,7 +158,7 @@ def render_kernel(spec: KernelSpec, config: FwdConfig, platform: str = "cuda") -
     entry = entry_name(spec, config)
     headers = platform_headers(config.family)
     parts = prune(full_parts(spec, config))
-    body = _named(join_parts(parts[len(headers) :]), entry)
+    body = _named(rejoin(join_parts(parts[len(headers) :])), entry)
     if platform == "cuda":
         text = join_parts((head_comment(spec, config), *parts[: len(headers)], body))
     else:
