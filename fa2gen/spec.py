@@ -158,9 +158,15 @@ class FwdConfig(_Canonical):
         num_stages: K and V tiles in shared memory; 1 shares FA2's two-barrier schedule, 2 and 3 prefetch whole tiles.
         q_in_regs: Keep Q's fragments in registers instead of re-reading them from shared memory for every tile.
         softmax: ``"online"``: running maximum for every step. ``"guarded"``: the maximum of the first visible keys
-            stays the reference; a step whose row sums show that it no longer serves is repeated with the online
-            formula, so the result is as exact as the online one (in bf16 for |v| below 1e30: beyond, p v may overflow).
+            stays the reference; where it no longer serves, the online formula takes over, so the result is as exact.
         min_blocks: Resident blocks per SM that the register budget must allow (``__launch_bounds__``).
+        proof: How a guarded softmax knows that its reference served. ``"step"``: by the row sums of each step, and a
+            step that fails is repeated in place (|v| below 1e30 in bf16: beyond, p v may overflow). ``"block"``: by
+            the finished output and sums, and a query block that fails is computed again; not for fp16.
+        pipeline: ``"barrier"``: a barrier of the block hands over each tile. ``"ring"``: mbarriers of each stage, so
+            that warps may drift apart.
+        warps_n: Warps that share query rows, 1 or 2: each takes half of a step's keys, then half of the columns of V.
+        pack_gqa: The rows of a query block are those of all query heads of a key/value head, position by position.
     """
 
     family: str = "sm80"

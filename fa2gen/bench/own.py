@@ -60,7 +60,7 @@ def compile_ahead(cells: Sequence[Cell], choice: Choice, *, online: bool = False
         configs = [forced_config(choice, spec) for spec in specs]
     kernels = [(spec, config) for spec, config in zip(specs, configs, strict=True) if config is not None]
     if online:
-        kernels += [(spec, dataclasses.replace(config, softmax="online")) for spec, config in kernels]
+        kernels += [(spec, _online(config)) for spec, config in kernels]
     gpu = device_gpu(torch.cuda.current_device())
     legal = [pair for pair in dict.fromkeys(kernels) if infeasible_reason(*pair, gpu.arch) is None]
     compile_many([(render_kernel(spec, config), gpu.target) for spec, config in legal])
@@ -71,6 +71,11 @@ def own_implementation(choice: Choice) -> Implementation:
     return _implementation("fa2gen", lambda cell, *_: forced_config(choice, cell.spec))
 
 
+def _online(config: FwdConfig) -> FwdConfig:
+    """The config with the online softmax, which has nothing to prove."""
+    return dataclasses.replace(config, softmax="online", proof="step")
+
+
 def online_peer(choice: Choice) -> Peer:
     """The same configs with the online softmax in place of the guarded one: what the guard saves, and what it costs."""
 
@@ -78,7 +83,7 @@ def online_peer(choice: Choice) -> Peer:
         config = chosen(cell, q, k, v, choice).config
         if config is None or config.softmax == "online":
             raise UnsupportedError("the config has the online softmax already")
-        return dataclasses.replace(config, softmax="online")
+        return _online(config)
 
     return Peer("fa2gen, same config with the online softmax", lambda: _implementation("online", config_of))
 

@@ -16,17 +16,20 @@ import pytest
 import torch
 from torch import Tensor
 
+from fa2gen.codegen import render_kernel
+from fa2gen.compile import compile_many
 from fa2gen.errors import ArgumentError, LaunchError
 from fa2gen.gate import check_forward, forward_cases, run_gate
 from fa2gen.problem import Problem
 from fa2gen.reference import attention_forward
 from fa2gen.runtime import attention, describe, plan, reset, warmup, warmup_specs
-from fa2gen.spec import FwdConfig, KernelSpec
+from fa2gen.spec import SOFTMAXES, FwdConfig, KernelSpec
 
 DTYPES = [torch.bfloat16, torch.float16]
 # Native; predicated, in the first panel, in the middle and in the last; padded by the runtime.
 HEAD_DIMS = [32, 64, 96, 128, 192, 256, 8, 40, 72, 136, 248, 59, 111, 250]
 SEQLENS = [(113, 203), (203, 113), (1025, 1025), (1, 129), (129, 1), (64, 65)]
+HEAD_RATIOS = [(4, 4), (8, 2), (9, 3), (7, 1), (16, 2), (16, 1)]
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
@@ -64,17 +67,29 @@ def _check(q: Tensor, k: Tensor, v: Tensor, **kwargs: Any) -> None:
     assert torch.equal(alone, out)
 
 
-@pytest.fixture(scope="module")
-def _odd_kernels() -> None:
-    """What test_odd_sizes runs, compiled in parallel: one after the other they would take minutes."""
+@pytest.fixture(scope="module", autouse=True)
+def _kernels() -> None:
+    """What tests of many kernels run, compiled in parallel: one after the other they would take minutes."""
     calls = []
     for d, dtype, causal, seqlens in itertools.product(HEAD_DIMS, ("fp16", "bf16"), (False, True), SEQLENS):
         spec = KernelSpec(head_dim=-(-d // 8) * 8, dtype=dtype, causal=causal, gqa_ratio=7)
         calls.append((spec, Problem(2, *seqlens, 7, 1)))
+    for (heads_q, heads_k), causal in itertools.product(HEAD_RATIOS, (False, True)):
+        spec = KernelSpec(head_dim=128, causal=causal, gqa_ratio=heads_q // heads_k)
+        calls.append((spec, Problem(2, 113, 203, heads_q, heads_k)))
     warmup_specs(calls, gate=False)
+    target = plan.device_gpu(torch.cuda.current_device()).target
+    gated = [
+        KernelSpec(head_dim=128, dtype=dtype, causal=causal) for dtype in ("bf16", "fp16") for causal in (False, True)
+    ]
+    # Into the cache on disk, from where the gate's runner takes them.
+    compile_many([(render_kernel(spec, _gated(softmax)), target) for spec in gated for softmax in SOFTMAXES])
 
 
-@pytest.mark.usefixtures("_odd_kernels")
+def _gated(softmax: str) -> FwdConfig:
+    return FwdConfig(block_m=128, block_n=64, step_n=64, num_warps=4, num_stages=2, softmax=softmax)
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
@@ -97,7 +112,7 @@ def test_long_keys_of_noise() -> None:
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("heads_q", "heads_k"), [(4, 4), (8, 2), (9, 3), (7, 1), (16, 2), (16, 1)])
+@pytest.mark.parametrize(("heads_q", "heads_k"), HEAD_RATIOS)
 def test_head_ratios(heads_q: int, heads_k: int, causal: bool) -> None:
     _check(*_inputs(2, 113, 203, heads_q, heads_k, 128), causal=causal)
 
@@ -108,7 +123,7 @@ def test_bl_107_results_repeat_bit_for_bit() -> None:
     assert all(torch.equal(attention(q, k, v, causal=True), first) for _ in range(20))
 
 
-@pytest.mark.parametrize("softmax", ["online", "guarded"])
+@pytest.mark.parametrize("softmax", SOFTMAXES)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_gate_of_both_softmaxes(dtype: str, causal: bool, softmax: str) -> None:
@@ -117,7 +132,7 @@ def test_gate_of_both_softmaxes(dtype: str, causal: bool, softmax: str) -> None:
 
     device = torch.device("cuda", torch.cuda.current_device())
     spec = KernelSpec(head_dim=128, dtype=dtype, causal=causal)
-    config = FwdConfig(block_m=128, block_n=64, step_n=64, num_warps=4, num_stages=2, softmax=softmax)
+    config = _gated(softmax)
     if infeasible_reason(spec, config, plan.device_gpu(device.index).arch) is not None:
         pytest.skip(f"{config.slug()} is not legal here")
     cases = forward_cases(spec, config, budget="full")
