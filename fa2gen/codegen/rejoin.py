@@ -9,7 +9,7 @@ _IF = re.compile(r"( *)(?:\} else )?if \(.*\)")
 
 
 def rejoin(text: str) -> str:
-    """Kernel text in which broken conditions, and ``if`` statements without braces or ``else``, fill their line again."""
+    """Kernel text in which broken conditions, and bare ``if`` statements without ``else``, fill their line again."""
     lines = text.split("\n")
     joined: list[str] = []
     at = 0

@@ -50,8 +50,8 @@ def sabotaged(spec: KernelSpec, config: FwdConfig) -> KernelSource:
         old, new = "i < blocks.visible; i++)", "i < blocks.visible; i += 2)"
     elif config.num_warps == 8:
         old, new = (
-            "  int stage = 0;\n",
-            "  while (smem_base() + blockIdx.x != 0xffffffff) sync_threads();\n  int stage = 0;\n",
+            "  const WorkTile work = work_tile(p);\n",
+            "  while (smem_base() + blockIdx.x != 0xffffffff) sync_threads();\n  const WorkTile work = work_tile(p);\n",
         )
     else:
         return source
