@@ -82,50 +82,50 @@ def infeasible_reason(spec: KernelSpec, config: FwdConfig, arch: ArchLimits) -> 
     return None
 
 
-def _shape_reason(spec: KernelSpec, config: FwdConfig, arch: ArchLimits) -> str | None:
+def config_reason(config: FwdConfig) -> str | None:
+    """Why a config can serve no spec on any architecture, or None if some spec may take it."""
     if config.num_warps not in (1, 2, 4, 8, 16):
         return f"num_warps {config.num_warps} is not a power of two up to 16"
+    if config.warps_n > 2 or (config.warps_n > 1 and config.num_warps < 4):
+        return f"warps_n {config.warps_n} of {config.num_warps} warps: two of at least four can share rows"
     warps_m = config.num_warps // config.warps_n
-    rows = config.warp_rows
-    if config.block_m % (16 * max(1, warps_m)):
+    if config.block_m % (16 * warps_m):
         return f"block_m {config.block_m} does not give each of {warps_m} warps whole 16-row tiles"
-    if rows > 64:
-        return f"{rows} query rows a warp: above 64 the accumulators cannot fit"
-    pass_rows = rows_per_pass(spec, config)
-    if config.block_n % pass_rows or config.block_n % 16:
-        return f"block_n {config.block_n} is not whole copy passes of {pass_rows} rows"
-    if pass_rows % 8:
-        return f"{config.num_warps} warps copy {pass_rows} rows a pass, but the swizzle needs 8"
+    if config.warp_rows > 64:
+        return f"{config.warp_rows} query rows a warp: above 64 the accumulators cannot fit"
     if config.block_n % config.step_n or config.step_n % 16:
         return f"step_n {config.step_n} does not divide block_n {config.block_n} into multiples of 16 keys"
     if config.block_n > 256:
         return f"block_n {config.block_n} is above 256"
     if config.num_stages > 3:
         return f"num_stages {config.num_stages} is above 3"
-    if config.pack_gqa and spec.gqa_ratio == 1:
-        return "pack_gqa packs the query heads of a key/value head, and gqa_ratio is 1"
-    if config.proof == "block" and spec.dtype == "fp16":
-        return "proof block: fp16's range is too narrow, whole query blocks would often be repeated"
-    if config.warps_n > 1 and (reason := _sharing_reason(spec, config)):
-        return reason
+    if config.num_stages == 1 and config.step_n != config.block_n:
+        return "num_stages 1 needs step_n == block_n: K is released after one step"
     if config.pipeline == "ring" and config.num_stages < 2:
         return "a ring needs at least 2 stages"
     if config.proof == "block" and config.softmax != "guarded":
         return "proof block is for the guarded softmax: the online one needs none"
-    if config.num_stages == 1 and config.step_n != config.block_n:
-        return "num_stages 1 needs step_n == block_n: K is released after one step"
+    if config.warps_n > 1 and config.step_n not in (32, 64):
+        return f"warps_n {config.warps_n} needs steps of 32 or 64 keys, whose P has rows of 64 or 128 bytes"
+    if config.warps_n > 1 and (config.num_stages < 2 or config.q_in_regs):
+        return f"warps_n {config.warps_n} needs two stages, and Q in shared memory, where both warps read it"
     return None
 
 
-def _sharing_reason(spec: KernelSpec, config: FwdConfig) -> str | None:
-    if config.warps_n > 2 or config.num_warps < 4:
-        return f"warps_n {config.warps_n} of {config.num_warps} warps: two of at least four can share rows"
+def _shape_reason(spec: KernelSpec, config: FwdConfig, arch: ArchLimits) -> str | None:
+    if reason := config_reason(config):
+        return reason
+    pass_rows = rows_per_pass(spec, config)
+    if config.block_n % pass_rows:
+        return f"block_n {config.block_n} is not whole copy passes of {pass_rows} rows"
+    if pass_rows % 8:
+        return f"{config.num_warps} warps copy {pass_rows} rows a pass, but the swizzle needs 8"
     if spec.native_head_dim // panel_columns(spec) % config.warps_n:
         return f"warps_n {config.warps_n}: head dim {spec.native_head_dim} is not so many times whole panels"
-    if config.step_n not in (32, 64):
-        return f"warps_n {config.warps_n} needs steps of 32 or 64 keys, whose P has rows of 64 or 128 bytes"
-    if config.num_stages < 2 or config.q_in_regs:
-        return f"warps_n {config.warps_n} needs two stages, and Q in shared memory, where both warps read it"
+    if config.pack_gqa and spec.gqa_ratio == 1:
+        return "pack_gqa packs the query heads of a key/value head, and gqa_ratio is 1"
+    if config.proof == "block" and spec.dtype == "fp16":
+        return "proof block: fp16's range is too narrow, whole query blocks would often be repeated"
     return None
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from fa2gen.errors import ArgumentError
 from fa2gen.problem import Problem
 from fa2gen.spec import KernelSpec
 from fa2gen.tuning.report import usual_problem
@@ -84,16 +82,7 @@ def make_cells(
     """
     cells = []
     for spec, kind, (seqlen_q, seqlen_k) in itertools.product(specs, data, lengths):
-        problem = usual_problem(spec, seqlen_q, seqlen_k, tokens=tokens, hidden=hidden)
-        if batch is not None:
-            problem = dataclasses.replace(problem, batch=batch)
-        if heads is not None:
-            if heads % spec.gqa_ratio:
-                raise ArgumentError(
-                    f"--heads {heads} is not a multiple of --gqa {spec.gqa_ratio}: each key/value head has as many "
-                    "query heads"
-                )
-            problem = dataclasses.replace(problem, num_heads_q=heads, num_heads_k=heads // spec.gqa_ratio)
+        problem = usual_problem(spec, seqlen_q, seqlen_k, tokens=tokens, hidden=hidden, batch=batch, heads=heads)
         cells.append(Cell(spec, problem, kind))
     return list(dict.fromkeys(cells))
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from .evaluate import Constant, evaluate
 from .leftovers import without_leftovers
-from .lexer import Code
+from .lexer import Code, read_code
 
 _INDENT = 2
 _WIDTH = 120
@@ -363,8 +363,8 @@ def fold(code: Code, known: Mapping[str, Constant]) -> str:
     """
     text = _Folder(code, known).run()
     while text != code.text:
-        text = _tidied(without_leftovers(Code(text)))
-        code = Code(text)
+        text = _tidied(without_leftovers(read_code(text)))
+        code = read_code(text)
         text = _Folder(code, known).run()
     return text
 

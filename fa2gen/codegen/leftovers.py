@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from .lexer import Code
+from .lexer import Code, read_code
 
 _INDENT = 2
 _VALUE_TYPES = ("bool", "int", "u32", "float")
@@ -20,7 +20,7 @@ def without_leftovers(code: Code) -> str:
         text = _without_constant_flags(code)
     if text == code.text:
         text = _without_unread_values(code)
-    return text if text == code.text else without_leftovers(Code(text))
+    return text if text == code.text else without_leftovers(read_code(text))
 
 
 def _declarations(code: Code) -> list[tuple[int, int, int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 
 from ..errors import Fa2genError
@@ -126,3 +127,9 @@ class Code:
                 return at
             at = self.after(at)
         raise self.error(self.starts[index], "'<' is never closed")
+
+
+@functools.lru_cache(maxsize=512)
+def read_code(text: str) -> Code:
+    """The tokens of a text, which nobody may change: folding reads the same functions again and again."""
+    return Code(text)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from .evaluate import Constant, evaluate
 from .fold import fold, mentioned_constants
-from .lexer import Code, TemplateError
+from .lexer import Code, TemplateError, read_code
 
 _ATTRIBUTES = ("alignas", "__align__", "__attribute__", "__launch_bounds__")
 _TYPES = ("struct", "class", "union")
@@ -58,7 +58,7 @@ def parse(text: str) -> tuple[Item, ...]:
     Raises:
         TemplateError: Something at the top level is none of the known items.
     """
-    code = Code(text)
+    code = read_code(text)
     items: list[Item] = []
     index, previous_end = 0, 0
     while index < len(code):
@@ -116,7 +116,7 @@ def _item(code: Code, spaced: bool, is_heading: bool) -> Item:
     names: tuple[str, ...] = ()
     definitions: tuple[tuple[str, tuple[str, ...]], ...] = ()
     if code.kinds[first] == "directive":
-        macro = Code(code.source(first).split("define", 1)[1].replace("\\\n", "\n"))
+        macro = read_code(code.source(first).split("define", 1)[1].replace("\\\n", "\n"))
         return Item(code, spaced, (macro.word(0),), None, kind, _references(macro, (macro.word(0),)))
     parameters: frozenset[str] = frozenset()
     if code.word(first) == "template":
@@ -215,7 +215,7 @@ def _references(
 def _folded(item: Item, values: tuple[Constant | None, ...]) -> Item:
     known = {name: value for name, value in zip(item.conditions, values, strict=True) if value is not None}
     text = fold(item.code, known)
-    return item if text == item.code.text else _item(Code(text), item.spaced, False)
+    return item if text == item.code.text else _item(read_code(text), item.spaced, False)
 
 
 def _fold_all(parts: Sequence[Sequence[Item]]) -> list[list[Item]]:

@@ -14,6 +14,7 @@ import click
 
 from ..errors import Fa2genError, GateError, LaunchError
 from ..spec import DTYPES
+from ..tuning.defaults import SEQLENS
 from .options import config_option, given, json_option, make_specs, parse_config
 from .progress import StageProgress
 from .tune import parse_sizes
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from ..bench.rows import Benchmark
 
 _HEAD_DIMS = (64, 128)
-_LENGTHS = ("512", "1024", "2048", "4096", "8192", "16384")
+_LENGTHS = tuple(map(str, SEQLENS))
 # Written out, so that the help needs none of the modules that know them; a test holds them equal to theirs.
 PEER_NAMES = ("fa2", "cudnn", "efficient", "flash_attn", "fa3", "fa4", "flashinfer", "xformers")
 ONLINE = "online"

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 
 import click
 
-from ..errors import ArgumentError
-from ..problem import Problem
 from ..spec import KernelSpec
 from .options import (
     config_option,
@@ -78,7 +75,7 @@ def command(
     )
     chosen = parse_config(config)
     gpu = resolve_gpu(gpu_name, default="a100")
-    problem = _problem(spec, usual_problem(spec, seqlen_q, seqlen_q if seqlen_k is None else seqlen_k), batch, heads)
+    problem = usual_problem(spec, seqlen_q, seqlen_q if seqlen_k is None else seqlen_k, batch=batch, heads=heads)
     explanation = explain(spec, problem, gpu, config=chosen, compile=compiled)
     if as_json:
         from .explain_json import explanation_json
@@ -88,16 +85,3 @@ def command(
         from .explain_text import explanation_text
 
         click.echo(explanation_text(explanation, list_excluded=list_excluded))
-
-
-def _problem(spec: KernelSpec, typical: Problem, batch: int | None, heads: int | None) -> Problem:
-    if batch is not None:
-        typical = dataclasses.replace(typical, batch=batch)
-    if heads is not None:
-        if heads % spec.gqa_ratio:
-            raise ArgumentError(
-                f"--heads {heads} is not a multiple of --gqa {spec.gqa_ratio}: each key/value head has as many query "
-                "heads"
-            )
-        typical = dataclasses.replace(typical, num_heads_q=heads, num_heads_k=heads // spec.gqa_ratio)
-    return typical

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..problem import MAX_SEQLEN
+from ..tuning.defaults import SEQLENS
 from .options import gpu_option, json_option, make_specs, out_option, resolve_gpu, seqlen_options, spec_options
 from .progress import StageProgress
 
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from ..tuning.session import TuneRequest
 
 _Lengths = tuple[tuple[int, int], ...]
-_ALL = (512, 1024, 2048, 4096, 8192, 16384)
 _DEFAULT = "512,2048,8192"
 
 
@@ -28,7 +28,7 @@ def parse_sizes(text: str) -> _Lengths:
     for word in text.split(","):
         name = word.strip().lower()
         if name == "all":
-            sizes += [(length, length) for length in _ALL]
+            sizes += [(length, length) for length in SEQLENS]
             continue
         numbers = name.split("x")
         if len(numbers) > 2 or not all(number.isascii() and number.isdigit() for number in numbers):
@@ -56,7 +56,7 @@ def _finite(_ctx: click.Context, _param: click.Parameter, value: float | None) -
     callback=lambda context, option, text: None if text is None else parse_sizes(text),
     metavar="SIZES",
     help=f"Size classes, separated by commas: 512 (queries and keys), 1x8192 (queries x keys), or all: "
-    f"{', '.join(map(str, _ALL))}. [default: {_DEFAULT}]",
+    f"{', '.join(map(str, SEQLENS))}. [default: {_DEFAULT}]",
 )
 @seqlen_options(None, minimum=1)
 @out_option("Folder of tables to write to. [default: the user's data folder]")

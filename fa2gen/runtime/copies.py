@@ -1,11 +1,10 @@
 """Tensors that a call copies before its kernel runs: which ones, why, and how.
 
-Kernels move rows as 16-byte vectors or, in views that do not allow that, element by element. That takes an SM eight
-times as many instructions, so that it fetches about as fast as HBM delivers, and every query block of every head
-fetches its keys again. A copy costs two passes over the tensor, once. So keys and values in an unaligned view are
-copied where several query blocks read them, and stay where they are where one does: that is decoding, whose cache may
-be most of the GPU's memory. q is read once and no larger than the output: it is copied rather than make the keys move
-element by element.
+Kernels move rows as 16-byte vectors or, in views that do not allow that, element by element: eight times as many
+instructions, for every query block of every head again. A copy costs two passes over the tensor, once. So keys and
+values in an unaligned view are copied where several query blocks read them, and stay where they are where one does:
+that is decoding, whose cache may be most of the GPU's memory. q is read once and no larger than the output: it is
+copied rather than make the keys move element by element.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from torch import Tensor
 from fa2gen.problem import Problem
 
 # Queries that share a key, heads of a group included: more of them than the rows of the smallest tuned query block, and
-# a key is fetched more than once.
+# a key is fetched more than once. By that reasoning; where a copy really begins to pay was not timed.
 MAX_QUERIES_IN_PLACE = 64
 
 

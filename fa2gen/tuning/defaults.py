@@ -1,6 +1,9 @@
-"""How much a session tries when it is not told."""
+"""What a session tunes and how much it tries when it is not told."""
 
 from __future__ import annotations
+
+SEQLENS = (512, 1024, 2048, 4096, 8192, 16384)
+"""Lengths that tables and benchmarks cover, at 16k tokens a call."""
 
 MEASURED_TRIALS = 30
 """Configs to time for each kernel and size class: with the default and what the table holds, two rounds of 16 kernels,

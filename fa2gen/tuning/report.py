@@ -16,7 +16,9 @@ from fa2gen.tables import TunedEntry, save_entries
 from fa2gen.tables.merge import TemplateHash
 from fa2gen.tables.store import cached_table
 
-SIZES = tuple((length, length) for length in (512, 1024, 2048, 4096, 8192, 16384))
+from .defaults import SEQLENS
+
+SIZES = tuple((length, length) for length in SEQLENS)
 """Query and key lengths that are tuned by default."""
 GROUPED_SIZES = ((1024, 1024), (8192, 8192))
 """The same for grouped heads, which mostly run like others."""
@@ -77,7 +79,14 @@ def default_requests(
 
 
 def usual_problem(
-    spec: KernelSpec, seqlen_q: int, seqlen_k: int, *, tokens: int = 16384, hidden: int = 2048
+    spec: KernelSpec,
+    seqlen_q: int,
+    seqlen_k: int,
+    *,
+    tokens: int = 16384,
+    hidden: int = 2048,
+    batch: int | None = None,
+    heads: int | None = None,
 ) -> Problem:
     """A call of these lengths as it is tuned.
 
@@ -87,9 +96,18 @@ def usual_problem(
         tokens: batch times the larger of the lengths, about: a single query against 8192 keys is a call of two
             sequences, not of 16384, whose keys and values fill no GPU's memory.
         hidden: Query heads times head_dim, about: heads are rounded to whole groups.
+        batch, heads: Sequences and query heads, where ``tokens`` and ``hidden`` are not to say them.
+
+    Raises:
+        ArgumentError: ``heads`` is not a multiple of the spec's gqa_ratio.
     """
-    kv_heads = max(1, round(hidden / spec.head_dim / spec.gqa_ratio))
-    batch = max(1, tokens // max(1, seqlen_q, seqlen_k))
+    if heads is not None and heads % spec.gqa_ratio:
+        raise ArgumentError(
+            f"--heads {heads} is not a multiple of --gqa {spec.gqa_ratio}: each key/value head has as many query heads"
+        )
+    kv_heads = max(1, round(hidden / spec.head_dim / spec.gqa_ratio)) if heads is None else heads // spec.gqa_ratio
+    if batch is None:
+        batch = max(1, tokens // max(1, seqlen_q, seqlen_k))
     return Problem(batch, seqlen_q, seqlen_k, kv_heads * spec.gqa_ratio, kv_heads)
 
 
