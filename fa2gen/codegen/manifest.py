@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+from pathlib import Path
 
 from ..data import data_dir
 from ..errors import UnsupportedError
@@ -26,6 +27,11 @@ _BODIES = {
 }
 # family -> what precedes the body when it is compiled for a GPU: the types, which the host shares, and the primitives.
 _PLATFORM_HEADERS = {"sm80": ("common/types.cuh", "sm80/primitives.cuh")}
+
+# What decides a rendered text: in the package, the rooms that rendering imports (a test compares); of the templates,
+# the folders whose files it reads.
+RENDERING = ("__init__.py", "codegen", "constraints.py", "data.py", "errors.py", "hardware", "spec.py")
+_TEXTS = ("common", "kernels", "sm80")
 
 
 def body_template(kind: str, family: str) -> str:
@@ -67,3 +73,17 @@ def template_hash(kind: str, family: str) -> str:
     for name in manifest(kind, family):
         digest.update(name.encode() + b"\0" + (root / name).read_bytes() + b"\0")
     return digest.hexdigest()[:16]
+
+
+@functools.cache
+def renderer_hash() -> str:
+    """SHA-256 over everything that decides what a spec and a config are rendered into: templates and Python files."""
+    digest = hashlib.sha256()
+    package, templates = Path(__file__).resolve().parents[1], data_dir("templates")
+    for root, names in ((package, RENDERING), (templates, _TEXTS)):
+        for name in names:
+            top = root / name
+            files = (path for path in top.iterdir() if path.is_file()) if top.is_dir() else (top,)
+            for path in sorted(files):
+                digest.update(f"{path.relative_to(root)}\0{path.stat().st_size}\0".encode() + path.read_bytes())
+    return digest.hexdigest()

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 def command() -> None:
     """List, check and clean the kernel cache.
 
-    It holds compiled kernels and the emulator's programs, in $FA2GEN_CACHE_DIR or fa2gen in the user's cache folder.
-    Everything in it can be made again: deleting the folder costs compile time and nothing else.
+    It holds kernels, as text and compiled, and the emulator's programs, in $FA2GEN_CACHE_DIR or fa2gen in the user's
+    cache folder. Everything in it can be made again: deleting the folder costs compile time and nothing else.
 
     \b
     Examples:

@@ -24,9 +24,9 @@ class CacheEntry:
 
     Attributes:
         path: Its folder.
-        section: ``"kernels"`` (cubins) or ``"emulator"`` (host programs).
+        section: ``"kernels"`` (cubins), ``"emulator"`` (host programs) or ``"sources"`` (rendered text).
         kernel: Its name; empty where it cannot be read.
-        target: E.g. ``"sm_80"``, or ``"host"``.
+        target: E.g. ``"sm_80"``; ``"host"``; ``"any"`` for a text.
         compiler: Which nvcc or C++ compiler made it.
         size: Bytes of its files.
         built: When, seconds since 1970; 0 where that cannot be read.

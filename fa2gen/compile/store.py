@@ -1,9 +1,10 @@
-"""Content-addressed entries below one folder: one store for cubins and for the emulator's programs.
+"""Content-addressed entries below one folder: one store for cubins, rendered text and the emulator's programs.
 
 Layout, below :func:`~fa2gen.compile.location.cache_root`::
 
     kernels/<source key>/<key>/   cubins            (compile.cache)
     emulator/<key>/               host programs     (emulator.builder)
+    sources/<key>/                rendered text     (compile.sources)
     locks/<key>.lock              while a process builds that entry
     tmp/                          entries being written or removed
 
@@ -28,7 +29,7 @@ from .location import warn_once
 from .locks import LOCK_SECONDS, build_lock, new_folder, remove, remove_if_free
 
 #: Section -> how deep below it entries lie.
-SECTIONS = {"kernels": 2, "emulator": 1}
+SECTIONS = {"kernels": 2, "emulator": 1, "sources": 1}
 SCRATCH_PREFIX = "fa2gen-scratch-"
 _ATTEMPTS = 5
 

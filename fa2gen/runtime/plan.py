@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fa2gen.codegen import render_kernel, template_hash
-from fa2gen.compile import CompiledKernel, compile_kernel, default_cache
+from fa2gen.codegen import template_hash
+from fa2gen.compile import CompiledKernel, compile_kernel, default_cache, kernel_source
 from fa2gen.compile.cache import cache_key
 from fa2gen.compile.nvcc import key_flags
 from fa2gen.constraints import infeasible_reason
@@ -112,7 +112,7 @@ def kernel_state(spec: KernelSpec, config: FwdConfig, device_index: int) -> str:
     if (spec, config, device_index) in _kernels:
         return "loaded"
     target = device_gpu(device_index).target
-    key = cache_key(render_kernel(spec, config).text, "", target, key_flags(target))
+    key = cache_key(kernel_source(spec, config).text, "", target, key_flags(target))
     return "compiled" if default_cache().get_any(key.source) is not None else "not compiled"
 
 
@@ -139,7 +139,7 @@ def loaded_kernel(
         kernel = _kernels.get(key)
         if kernel is None:
             if compiled is None:
-                compiled = compile_kernel(render_kernel(spec, config), device_gpu(device_index).target)
+                compiled = compile_kernel(kernel_source(spec, config), device_gpu(device_index).target)
             kernel = load(compiled, device_index)
             _kernels[key] = kernel
     return kernel

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fa2gen.codegen import render_kernel
-from fa2gen.compile import compile_many
+from fa2gen.compile import compile_many, kernel_source
 from fa2gen.errors import ArgumentError, CompileError, GateError
 from fa2gen.gate import Runner, forward_cases, run_gate
 from fa2gen.problem import Problem
@@ -86,7 +85,7 @@ def warmup_specs(
     matches = [match_config(request, index, None) for request in requests]
     target = device_gpu(index).target
     compiled = compile_many(
-        [(render_kernel(request.spec, match.config), target) for request, match in zip(requests, matches, strict=True)]
+        [(kernel_source(request.spec, match.config), target) for request, match in zip(requests, matches, strict=True)]
     )
     descriptions = []
     for request, match, kernel in zip(requests, matches, compiled, strict=True):
