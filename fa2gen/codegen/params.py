@@ -108,10 +108,10 @@ FWD_PARAMS = ParamStruct(
         Field(
             "i64",
             "k_pass_bytes",
-            "(threads / 8) * k_row_stride * 2: bytes from one copy pass to the next",
+            "kRowsPerPass * k_row_stride * 2: bytes from one copy pass to the next",
             ("Multiples of the row strides, so that the loop adds where it would multiply.",),
         ),
-        Field("i64", "v_pass_bytes", "(threads / 8) * v_row_stride * 2"),
+        Field("i64", "v_pass_bytes", "kRowsPerPass * v_row_stride * 2"),
         Field("i64", "k_tile_bytes", "block_n * k_row_stride * 2: bytes from one tile to the next"),
         Field("i64", "v_tile_bytes", "block_n * v_row_stride * 2"),
         Field("int", "batch", "at least 1", ("Sizes.",)),

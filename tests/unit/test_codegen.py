@@ -183,3 +183,11 @@ def test_the_head_says_how_this_kernel_goes(dtype, causal):
         text = " ".join(line[2:].strip() for line in head.splitlines())
         for sentence, is_said in says.items():
             assert (sentence in text) == is_said(config), (sentence, config.slug())
+
+
+def test_products_are_widened_before_they_are_multiplied():
+    """batch * num_heads alone may be beyond 2^31 where the heads of a group are packed into few blocks."""
+    config = FwdConfig(pack_gqa=True, num_stages=1)
+    body = render_kernel(KernelSpec(head_dim=64, gqa_ratio=8, causal=True), config).body
+    assert re.findall(r"i64\(\w+\)", body)
+    assert not re.findall(r"i64\([^()]*\*[^()]*\)", body)

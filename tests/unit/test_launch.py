@@ -97,19 +97,6 @@ def test_limits():
     assert plan(Problem(1, 3, 3, 142_560, 71_280))["grid"] == (142_560, 1, 1)
 
 
-def test_packed_heads_are_numbered_in_32_bits():
-    """The blocks of packed heads are few, but each head has an LSE row of its own."""
-    spec, config = KernelSpec(head_dim=8, gqa_ratio=1024), FwdConfig(pack_gqa=True)
-    for batch, legal in ((2**19 - 1, True), (2**19, False)):
-        problem = Problem(batch, 1, 1, 4096, 4)
-        arguments = {"strides": STRIDES, "softmax_scale": 1.0, "l2_bytes": 2**22}
-        if legal:
-            assert fwd_plan(spec, config, problem, **arguments).launches[0].grid == (batch * 4 * 8, 1, 1)
-        else:
-            with pytest.raises(UnsupportedError, match=r"batch \* num_heads_q"):
-                fwd_plan(spec, config, problem, **arguments)
-
-
 def test_section_products_stay_in_32_bits():
     got = plan(Problem(1, 2**27, 1, 64, 32), l2_bytes=2**30)
     assert got["num_m_blocks"] * got["heads_per_section"] < 2**31
