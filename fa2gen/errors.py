@@ -43,8 +43,11 @@ class EmulatorError(Fa2genError):
     """The emulator stopped a kernel: ``name`` is the stable name of the diagnostic."""
 
     def __init__(self, name: str, message: str) -> None:
-        super().__init__(f"{name}: {message}")
+        super().__init__(name, message)  # what a copy is made from, as where a process hands the error to another
         self.name = name
+
+    def __str__(self) -> str:
+        return ": ".join(self.args)
 
 
 class LaunchError(Fa2genError):

@@ -19,7 +19,7 @@ from .spec import FwdConfig, KernelSpec
 POINTERS = FWD_PARAMS.pointers
 """Pointer fields that lead the parameter struct: pointer i is the 8 bytes at 8 * i. Null in a fresh plan."""
 
-_MAX_GRID_X = 2**31 - 1
+_MAX_INT = _MAX_GRID_X = 2**31 - 1
 # The kernel multiplies scores by scale_log2 even where softmax_scale is 0. A positive value this small makes every
 # exponent 0 for any finite score (2^128 * 2^-149 = 2^-21), while -inf, a masked score, stays -inf (0 * -inf would be
 # NaN). It is float32's smallest number; neither the GPU's fma and mul nor the emulator's flush it.
@@ -95,6 +95,8 @@ def fwd_plan(
     for name in ("seqlen_q", "seqlen_k"):
         if getattr(problem, name) > MAX_SEQLEN:
             raise UnsupportedError(f"{name} {getattr(problem, name)} is above {MAX_SEQLEN}")
+    if problem.num_heads_q > _MAX_INT:
+        raise UnsupportedError(f"num_heads_q {problem.num_heads_q} is above {_MAX_INT}")
     packed = spec.gqa_ratio if config.pack_gqa else 1  # query heads whose rows share query blocks
     if problem.seqlen_q * packed > MAX_SEQLEN:
         raise UnsupportedError(f"seqlen_q * gqa_ratio = {problem.seqlen_q * packed} packed rows are above {MAX_SEQLEN}")

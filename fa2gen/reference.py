@@ -55,7 +55,9 @@ def plain16_forward(
     Returns:
         Output in q's dtype; elements are not finite where a scaled score leaves the range of that type.
     """
-    out, _ = _forward(q, k, v, causal, softmax_scale, torch.float32, rounded_to=q.dtype)
+    # A caller's autocast would round the products too (float64 it leaves alone).
+    with torch.autocast(q.device.type, enabled=False):
+        out, _ = _forward(q, k, v, causal, softmax_scale, torch.float32, rounded_to=q.dtype)
     return out.to(q.dtype)
 
 

@@ -56,7 +56,7 @@ def run_forward(
     """
     problem = _problem(spec, q, k, v)
     if out is None:
-        out = torch.empty(q.shape, dtype=q.dtype)
+        out = torch.empty(q.shape, dtype=q.dtype, device="cpu")
     elif out.shape != q.shape or out.dtype != q.dtype or out.device.type != "cpu" or out.stride(-1) != 1:
         raise ArgumentError("out must have q's shape and dtype, be on the CPU and contiguous in its last dimension")
     lse = np.full((problem.batch, problem.num_heads_q, problem.seqlen_q), np.nan, np.float32)

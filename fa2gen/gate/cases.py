@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +19,8 @@ from fa2gen.spec import FwdConfig, KernelSpec
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 LAYOUTS = ("contiguous", "padded", "heads_first")
+# Said wherever numbers are made: a process that runs a model may have set other defaults.
+_DRAWN: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
 
 
 @dataclass(frozen=True)
@@ -211,8 +214,9 @@ def _huge_elements(spec: KernelSpec) -> tuple[float, float]:
     Where a kernel cancels against the rounded product, one makes every weight infinite and the other 0. Elements have 8
     significant bits, so that a logit, head_dim times their square, is exact however it is summed.
     """
-    element = torch.arange(128, 256, dtype=torch.float64) * (2.0**8 if spec.dtype == "fp16" else 2.0**10)
-    scale_log2 = torch.tensor(math.log2(math.e) / math.sqrt(spec.head_dim)).float().double()
+    element = torch.arange(128, 256, dtype=torch.float64, device="cpu")
+    element *= 2.0**8 if spec.dtype == "fp16" else 2.0**10
+    scale_log2 = torch.tensor(math.log2(math.e) / math.sqrt(spec.head_dim), **_DRAWN).double()
     product = spec.head_dim * element.square() * scale_log2
     rounding = (product.float().double() - product) / product
     return float(element[rounding.argmax()]), float(element[rounding.argmin()])
@@ -224,7 +228,7 @@ def make_inputs(spec: KernelSpec, case: GateCase, device: str | torch.device = "
     generator = torch.Generator().manual_seed(case.seed)
 
     def normal(seqlen: int, heads: int) -> Tensor:
-        return torch.randn(p.batch, seqlen, heads, spec.head_dim, generator=generator)
+        return torch.randn(p.batch, seqlen, heads, spec.head_dim, generator=generator, **_DRAWN)
 
     q, k, v = normal(p.seqlen_q, p.num_heads_q), normal(p.seqlen_k, p.num_heads_k), normal(p.seqlen_k, p.num_heads_k)
     if case.data == "normal":
@@ -247,23 +251,23 @@ def _impose_profile(case: GateCase, q: Tensor, k: Tensor) -> None:
     The last, because a float32 sum that begins with a large term rounds every later one at that term's ulp.
     """
     lead = 8.0
-    keys = torch.arange(case.problem.seqlen_k)
+    keys = torch.arange(case.problem.seqlen_k, **_DRAWN)
     last = case.problem.seqlen_k - 1
     if case.data in ("growing", "falling", "both"):
         profile = case.amount / case.period * keys
     elif case.data in ("spike_first", "spike_last"):
-        profile = case.amount * (keys == (0 if case.data == "spike_first" else last))
+        profile = case.amount * (keys == (0 if case.data == "spike_first" else last)).float()
     elif case.data in ("cold_first", "cold_last"):
         tile = 0 if case.data == "cold_first" else last // case.period
-        profile = -case.amount * (keys // case.period == tile)
+        profile = -case.amount * (keys // case.period == tile).float()
     else:
         raise ArgumentError(f"data of a gate case is unknown: {case.data!r}")
     q[..., -1] = -lead if case.data == "falling" else lead
     if case.data == "both":
         # One row alone must be enough to repair a step: rows 11, 16, 37, 58, 79, ... are in both halves of mma tiles.
-        rows = torch.arange(case.problem.seqlen_q)
+        rows = torch.arange(case.problem.seqlen_q, device="cpu")
         q[:, rows % 16 == (rows // 16 * 5 + 11) % 16, :, -1] = -lead
-    k[..., -1] = (profile.float() / (lead * case.softmax_scale))[:, None]
+    k[..., -1] = (profile / (lead * case.softmax_scale))[:, None]
 
 
 def _walk(spec: KernelSpec, case: GateCase, k: Tensor) -> tuple[Tensor, Tensor]:
@@ -272,9 +276,9 @@ def _walk(spec: KernelSpec, case: GateCase, k: Tensor) -> tuple[Tensor, Tensor]:
     Keys are random sign vectors times 3, so that a row made of a key's signs leads by (9 d - 9 |cross term|) scale.
     """
     p = case.problem
-    k = 3.0 * torch.where(k < 0, -1.0, 1.0)
-    order = torch.tensor(list(dict.fromkeys([*_tile_edges(p.seqlen_k), *range(p.seqlen_k)])))
-    rows = torch.arange(p.batch * p.num_heads_q * p.seqlen_q).view(p.batch, p.num_heads_q, p.seqlen_q)
+    k = torch.where(k < 0, k.new_tensor(-3.0), k.new_tensor(3.0))
+    order = torch.tensor(list(dict.fromkeys([*_tile_edges(p.seqlen_k), *range(p.seqlen_k)])), device="cpu")
+    rows = torch.arange(p.batch * p.num_heads_q * p.seqlen_q, device="cpu").view(p.batch, p.num_heads_q, p.seqlen_q)
     target = order[rows % p.seqlen_k]
     per_head = k.transpose(1, 2).repeat_interleave(spec.gqa_ratio, dim=1)  # (batch, num_heads_q, keys, d)
 
@@ -284,7 +288,7 @@ def _walk(spec: KernelSpec, case: GateCase, k: Tensor) -> tuple[Tensor, Tensor]:
     if not spec.causal:
         return keys_of(target).transpose(1, 2), k
     # The last key that the row sees; rows that see none get any key.
-    diagonal = (torch.arange(p.seqlen_q) + p.seqlen_k - p.seqlen_q).clamp(min=-1).expand_as(target)
+    diagonal = (torch.arange(p.seqlen_q, device="cpu") + p.seqlen_k - p.seqlen_q).clamp(min=-1).expand_as(target)
     q = keys_of(torch.minimum(target, diagonal.clamp(min=0)))
     beyond = diagonal + 1
     q = q + torch.where((beyond < p.seqlen_k).unsqueeze(-1), keys_of(beyond.clamp(max=p.seqlen_k - 1)), 0.0)

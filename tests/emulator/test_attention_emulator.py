@@ -55,3 +55,11 @@ def test_config_is_obeyed() -> None:
     out = attention(q, k, v, backend="emulator", config=config)
     assert isinstance(out, Tensor)
     assert check_forward(out, None, q, k, v, causal=False).passed
+
+
+def test_a_default_device_is_for_other_tensors() -> None:
+    q, k, v = _inputs(17, 33, 1, 1, 64, torch.bfloat16)
+    with torch.device("meta"):
+        out = attention(q, k, v, backend="emulator")
+    assert isinstance(out, Tensor)
+    assert check_forward(out, None, q, k, v, causal=False).passed

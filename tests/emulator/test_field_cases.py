@@ -127,6 +127,9 @@ def test_bl_024_027_028_030_each_tensor_has_strides_of_its_own() -> None:
     heads_first = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
     for tensors in (heads_first, (q, k, heads_first[2]), (q, heads_first[1], v)):
         _check(*tensors)
+    longer = [_normal(3, 5, 3, 64, seed=seed)[:, :3] for seed in (7, 8)]
+    for tensors in ((q, k, longer[1]), (q, longer[0], v)):
+        _check(*tensors)
     shared = k[:, :, :1].expand(3, 3, 3, 64)
     _check(q, shared, shared)
     cache = _normal(4, 400, 2, 64)

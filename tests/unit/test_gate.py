@@ -236,6 +236,23 @@ def test_cases_are_what_they_say(spec: KernelSpec) -> None:
         assert all(torch.equal(a, b) for a, b in zip((q, k, v), again, strict=True))
 
 
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_defaults_of_the_process_change_no_case(dtype: str) -> None:
+    """A program that runs a model sets a default device or dtype, and then warms up."""
+    spec, config = KernelSpec(head_dim=32, dtype=dtype, causal=True), FwdConfig(softmax="guarded")
+    cases = forward_cases(spec, config, budget="full")[:40]
+    inputs = [make_inputs(spec, case) for case in cases]
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            assert forward_cases(spec, config, budget="full")[:40] == cases
+            again = [make_inputs(spec, case) for case in cases]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for expected, got in zip(inputs, again, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
+
+
 def test_quick_is_cheap_enough_to_emulate() -> None:
     """128 x 64 at head_dim 128: 1024 warp-mma a tile pair, about 1 us each; 5 s on two cores are 10 million."""
     tiles = 0

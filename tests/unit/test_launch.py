@@ -84,6 +84,9 @@ def test_limits():
         plan(Problem(2**20, 128, 1, 4096, 2048))
     with pytest.raises(UnsupportedError, match="seqlen_k"):
         plan(Problem(1, 1, 2**31 - 1, 2, 1))
+    packed = KernelSpec(head_dim=8, gqa_ratio=1024), FwdConfig(pack_gqa=True), Problem(1, 1, 1, 2**31, 2**21)
+    with pytest.raises(UnsupportedError, match="num_heads_q"):
+        fwd_plan(*packed, strides=STRIDES, softmax_scale=1.0, l2_bytes=2**22)
     with pytest.raises(ArgumentError, match="gqa_ratio"):
         plan(Problem(1, 4, 4, 2, 2))
     # The kernel's largest index: the last row of a tile of any legal size, and the last key of the tile that it sees.
