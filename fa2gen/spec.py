@@ -74,7 +74,8 @@ def _require_bool(name: str, value: object) -> None:
 
 
 def _require_one_of(name: str, value: object, allowed: tuple[Any, ...]) -> None:
-    if value not in allowed:
+    # The type first: 16.0 equals 16 but is written otherwise, and an array has no truth value.
+    if not isinstance(value, type(allowed[0])) or value not in allowed:
         raise ArgumentError(f"{name} must be one of {', '.join(map(str, allowed))}, got {value!r}")
 
 
@@ -224,6 +225,7 @@ class FwdConfig(_Canonical):
         match = re.fullmatch(
             r"([a-z0-9]+)_(\d{1,6})x(\d{1,6})s(\d{1,6})_w(\d{1,6})_st(\d{1,6})_(qr|qs)_([a-z]+)_mb(\d{1,6})(_pb)?(_ring)?(?:_wn(\d))?(_pack)?",
             slug,
+            re.ASCII,
         )
         if match is None:
             raise ArgumentError(f"config must read like {cls().slug()}, got {slug!r}")

@@ -22,6 +22,8 @@ from .cells import DATA, Cell
 
 SCHEMA = 1
 OWN = "fa2gen"
+# Of what is read: any clock's time lies between them, and rates and ratios of such times and sizes are finite.
+_LEAST_TIME, _MOST_TIME, _MOST = 1e-12, 1e12, 1 << 48
 
 
 @dataclass(frozen=True)
@@ -215,28 +217,40 @@ def from_json(form: Any) -> Benchmark:
         )
     except KeyError as error:
         raise ArgumentError(f"damaged rows: there is no {error.args[0]!r} where there must be one") from None
-    except (AttributeError, TypeError, ValueError) as error:
+    except (AttributeError, TypeError, ValueError, OverflowError) as error:
         raise ArgumentError(f"damaged rows: {error}") from None
 
 
 def _read_cell(form: dict[str, Any]) -> Cell:
     if form["data"] not in DATA:
         raise ArgumentError(f"data {form['data']!r} is none of {', '.join(DATA)}")
-    return Cell(KernelSpec.from_canonical(form["spec"]), Problem(**form["problem"]), form["data"])
+    problem = Problem(**form["problem"])
+    if max(dataclasses.astuple(problem)) >= _MOST:
+        raise ArgumentError(f"a size is {max(dataclasses.astuple(problem))}")
+    return Cell(KernelSpec.from_canonical(form["spec"]), problem, form["data"])
 
 
 def _read_row(form: dict[str, Any]) -> Row:
-    clocks = form["clocks"]
+    clocks, repairs = form["clocks"], form["repairs"]
+    if repairs is not None and (not isinstance(repairs, int) or not 0 <= repairs < _MOST):
+        raise ArgumentError(f"repairs are {repairs!r}, which is no count")
     return Row(
         _read_cell(form),
-        form["config"],
+        _text(form, "config"),
         str(form["source"]),
-        form["known"],
+        _text(form, "known"),
         bool(form["stale"]),
-        form["repairs"],
+        repairs,
         None if clocks is None else Clocks(**{**clocks, "throttle": tuple(clocks["throttle"])}),
         _read_outcomes(form["ms"]),
     )
+
+
+def _text(form: dict[str, Any], name: str) -> str | None:
+    value = form[name]
+    if value is not None and not isinstance(value, str):
+        raise ArgumentError(f"{name} is {value!r}, which is no text")
+    return value
 
 
 def _read_outcomes(form: dict[str, Any]) -> dict[str, Outcome]:
@@ -246,7 +260,7 @@ def _read_outcomes(form: dict[str, Any]) -> dict[str, Outcome]:
             outcomes[name] = Refusal(str(x["reason"]), bool(x["wrong"]))
             continue
         times = [float(x[key]) for key in ("median", "p20", "p80")]
-        if not all(math.isfinite(time) and time > 0 for time in times):
+        if not all(_LEAST_TIME <= time <= _MOST_TIME for time in times):
             raise ArgumentError(f"a time of {name} is not positive and finite")
         outcomes[name] = Timing(times[0], times[1], times[2], int(x["n"]))
     return outcomes
@@ -267,6 +281,14 @@ def write(benchmark: Benchmark, path: Path) -> None:
         raise
 
 
+def _finite(text: str) -> float:
+    """A number of the file; ``NaN``, ``Infinity`` and 1e999 are none, and would come out of ``--json`` as such."""
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"number {text} is not finite")
+    return number
+
+
 def read(path: Path) -> Benchmark:
     """Read a document.
 
@@ -275,6 +297,7 @@ def read(path: Path) -> Benchmark:
         OSError: It cannot be read.
     """
     try:
-        return from_json(json.loads(path.read_text(encoding="utf-8")))
+        text = path.read_text(encoding="utf-8")
+        return from_json(json.loads(text, parse_constant=_finite, parse_float=_finite))
     except (ValueError, RecursionError) as error:  # an ArgumentError is a ValueError too
         raise ArgumentError(f"{path}: {error if isinstance(error, ArgumentError) else f'not JSON: {error}'}") from None

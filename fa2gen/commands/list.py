@@ -143,7 +143,7 @@ def kernels(gpu_name: str | None, as_json: bool) -> None:
             "template hash": row["template_hash"],
         }
         if gpu is not None:
-            counts = ", ".join(f"{count} for head dim {width}" for width, count in row["legal_configs"].items())
+            counts = ", ".join(f"{count:,} for head dim {width}" for width, count in row["legal_configs"].items())
             lines[f"legal on {gpu.name}"] = f"{counts}, of {row['configs']:,}"
         for name, text in lines.items():
             click.echo(textwrap.fill(text, 100, initial_indent=f"  {name:<16}  ", subsequent_indent=" " * 20))

@@ -136,7 +136,7 @@ def parse_config(text: str) -> FwdConfig | Literal["tuned", "default"]:
     if text.lstrip().startswith("{"):
         try:
             form = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ArgumentError(f"--config is not JSON: {error}") from None
         return FwdConfig.from_canonical(form)
     if "_" not in text:

@@ -80,7 +80,8 @@ def _quietly() -> Iterator[None]:
 
 def _sampler(seed: int) -> optuna.samplers.TPESampler:
     with _quietly():
-        return optuna.samplers.TPESampler(seed=seed, n_startup_trials=8, multivariate=True, constant_liar=True)
+        # NumPy's generators take 32 bits.
+        return optuna.samplers.TPESampler(seed=seed % 2**32, n_startup_trials=8, multivariate=True, constant_liar=True)
 
 
 class TuningStudy:

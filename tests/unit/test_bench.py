@@ -290,8 +290,15 @@ def test_rows_come_back_as_they_were(tmp_path: Path) -> None:
     assert form["missing"]["fa3"]["reason"] == before.missing["fa3"]
 
 
+_SIZES = ("batch", "seqlen_q", "seqlen_k", "num_heads_q", "num_heads_k")
+
+
 def _damage(**changes: object) -> dict[str, object]:
     return {**to_json(benchmark()), **changes}
+
+
+def _times(time: float) -> dict[str, object]:
+    return {"fa2gen": {"median": time, "p20": time, "p80": time, "n": 5}}
 
 
 @pytest.mark.parametrize(
@@ -309,6 +316,14 @@ def _damage(**changes: object) -> dict[str, object]:
             _damage(rows=[{**to_json(benchmark())["rows"][0], "ms": {"a": {"median": 0, "p20": 1, "p80": 1, "n": 5}}}]),
             "not positive",
         ),
+        (_damage(rows=[{**to_json(benchmark())["rows"][0], "repairs": "many"}]), "repairs are 'many'"),
+        (_damage(rows=[{**to_json(benchmark())["rows"][0], "config": 3}]), "config is 3"),
+        (_damage(rows=[{**to_json(benchmark())["rows"][0], "ms": _times(10**400)}]), "damaged rows"),
+        (_damage(rows=[{**to_json(benchmark())["rows"][0], "ms": _times(5e-324)}]), "not positive"),
+        (
+            _damage(rows=[{**to_json(benchmark())["rows"][0], "problem": dict.fromkeys(_SIZES, 10**400)}]),
+            "size is 1000",
+        ),
     ],
 )
 def test_damaged_rows_are_refused(form: object, words: str, tmp_path: Path) -> None:
@@ -317,4 +332,12 @@ def test_damaged_rows_are_refused(form: object, words: str, tmp_path: Path) -> N
     path = tmp_path / "rows.json"
     path.write_text(json.dumps(form))
     with pytest.raises(ArgumentError, match=str(path)):
+        read(path)
+
+
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999"])
+def test_rows_hold_finite_numbers(number: str, tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps(_damage(provenance={"rounds": "X"})).replace('"X"', number))
+    with pytest.raises(ArgumentError, match=f"{number} is not finite"):
         read(path)

@@ -180,7 +180,7 @@ def test_list_kernels() -> None:
     for head_dim, count in row["legal_configs"].items():
         assert count == len(legal_space(KernelSpec(head_dim=int(head_dim)), get_gpu("rtx-3090")).configs) > 0
     text = run("list", "kernels", "--gpu", "rtx-3090").stdout
-    assert f"{row['legal_configs']['64']} for head dim 64" in text
+    assert f"{row['legal_configs']['64']:,} for head dim 64" in text
     assert row["template_hash"] in text
     assert max(map(len, text.splitlines())) <= 100
     assert_one_line_error(run("list", "kernels", "--gpu", "none"), 1, "none", "known are a100")

@@ -96,7 +96,8 @@ def test_wrong_usage(arguments: list[str], words: tuple[str, ...], tmp_path: Pat
 def test_config_is_said_in_one_way(command: tuple[str, ...]) -> None:
     for text in ("fastest", "", "[1]"):
         assert_error(run(*command, "--config", text), 1, "--config must be tuned, default, a name such as", repr(text))
-    assert_error(run(*command, "--config", "{"), 1, "--config is not JSON")
+    for text in ("{", '{"a":' * 100_000):
+        assert_error(run(*command, "--config", text), 1, "--config is not JSON")
     assert_error(run(*command, "--config", '{"block_x": 1}'), 1, "block_x", "block_m")
 
 

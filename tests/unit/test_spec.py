@@ -64,6 +64,12 @@ def test_keys_are_stable_across_releases():
     assert FwdConfig().key() == "cdb440121fda3a7b"
 
 
+@pytest.mark.parametrize("slug", ["sm80_١٢٨x64s64_w4_st2_qs_online_mb1", "sm80_128x64s64_w4_st2_qs_online_mb1_wn²"])
+def test_slugs_have_ascii_digits(slug):
+    with pytest.raises(ArgumentError, match="config must read like"):
+        FwdConfig.from_slug(slug)
+
+
 def test_every_field_changes_the_key_and_the_slug():
     base = KernelSpec(head_dim=64)
     changed = [

@@ -48,6 +48,12 @@ def run(study, count):
     return configs
 
 
+@pytest.mark.parametrize("seed", [2**32 - 1, 10**30])
+def test_seeds_have_any_size(seed, tmp_path):
+    with open_study(tmp_path, seed=seed) as study:
+        run(study, 1)
+
+
 def test_asked_configs_are_legal_and_never_repeat(tmp_path):
     with open_study(tmp_path) as study:
         configs = run(study, 30)
