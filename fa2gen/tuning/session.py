@@ -44,7 +44,7 @@ def tune(
         requests: Kernels and the sizes to tune them for.
         gpu: The GPU to tune for.
         out: Folder of tables to write to; default the user's.
-        trials: Measured: configs to time for each request (default 40), besides the default config and the one that the
+        trials: Measured: configs to time for each request (default 30), besides the default config and the one that the
             tables hold, which are timed in any case. Predicted: configs to compile for each spec (default 24).
             0: none besides those.
         timeout: Seconds for the whole session.
