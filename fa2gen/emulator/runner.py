@@ -150,6 +150,8 @@ def run(
         raise ArgumentError(f"grid must have at least one block, got {launch.grid}")
     if not 32 <= launch.num_threads <= 1024 or launch.num_threads % 32:
         raise ArgumentError(f"num_threads must be a multiple of 32 from 32 to 1024, got {launch.num_threads}")
+    if threads is not None and threads < 0:
+        raise ArgumentError(f"threads must be at least 1, or 0 or None for one of each core, got {threads}")
     for b in buffers:
         if b.pointer_index >= len(launch.params) // 8:
             raise ArgumentError(f"pointer_index of buffer {b.name} is beyond the parameters: {b.pointer_index}")

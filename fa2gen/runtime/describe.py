@@ -11,7 +11,7 @@ from fa2gen.spec import FwdConfig, KernelSpec
 
 from .dispatch import emulated_config
 from .plan import device_gpu, kernel_state, match_config
-from .request import Request, read_request
+from .request import Request, read_request, require_config
 
 _KNOWN = {"measured": "measured", "predicted": "predicted by the performance model, not measured"}
 
@@ -93,6 +93,7 @@ def describe(
 
 def describe_request(request: Request, config: FwdConfig | None) -> Description:
     """:func:`describe` of arguments that have been read."""
+    require_config(request.backend, config)
     backend, spec, problem, copies = request.backend, request.spec, request.problem, _copies(request)
     if backend == "reference":
         return Description(backend, spec, problem, None, "float64", "the definition, in float64", copies=copies)

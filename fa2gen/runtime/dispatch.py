@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from fa2gen.constraints import default_config, infeasible_reason
-from fa2gen.errors import ArgumentError, InfeasibleError
+from fa2gen.errors import InfeasibleError
 from fa2gen.hardware import arch_limits
 from fa2gen.reference import attention_forward
 from fa2gen.spec import FwdConfig
 
 from .copies import copied
 from .plan import PLANS, build_plan, match_config, remember
-from .request import Request, read_flag, read_request, refuse_gradients
+from .request import Request, read_flag, read_request, refuse_gradients, require_config
 from .traced import has_memory, is_observed, traced_call
 
 # The emulator runs what an sm_80 chip would.
@@ -41,9 +41,8 @@ def first_call(
     request = read_request(q, k, v, causal=causal, softmax_scale=softmax_scale, backend=backend)
     return_lse = read_flag("return_lse", return_lse)
     refuse_gradients(q, k, v)
+    require_config(request.backend, config)
     if request.backend == "reference":
-        if config is not None:
-            raise ArgumentError("config has no meaning for the reference backend; give backend='cuda' or 'emulator'")
         return _reference(request, q, k, v, return_lse)
     if request.is_empty:
         return _empty(request, return_lse)
@@ -99,9 +98,7 @@ def _on_copies(
     q = copied(q, negated=negative) if negative or "q" in request.copied else q
     k, v = (copied(x, negated=False) if name in request.copied else x for name, x in (("k", k), ("v", v)))
     causal, scale = request.spec.causal, abs(request.softmax_scale)
-    # What is no config may not be hashable either; the call itself says so.
-    legal = config is None or isinstance(config, FwdConfig)
-    plan = PLANS.get(plan_key(q, k, v, causal, scale, return_lse, backend, config)) if legal else None
+    plan = PLANS.get(plan_key(q, k, v, causal, scale, return_lse, backend, config))
     if plan is not None:
         result: Result = plan(q.data_ptr(), k.data_ptr(), v.data_ptr())
     else:
@@ -143,8 +140,6 @@ def emulated_config(request: Request, config: FwdConfig | None) -> FwdConfig:
     """The config that the emulator runs: the caller's if it is legal on the emulated chip, else the default."""
     if config is None:
         return default_config(request.spec)
-    if not isinstance(config, FwdConfig):
-        raise ArgumentError(f"config must be a fa2gen.FwdConfig or None, got {type(config).__name__}")
     reason = infeasible_reason(request.spec, config, arch_limits(EMULATED_CAPABILITY))
     if reason is not None:
         raise InfeasibleError(f"config {config.slug()} cannot run {request.spec.slug()} on sm_80: {reason}")

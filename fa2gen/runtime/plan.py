@@ -17,7 +17,7 @@ from fa2gen.compile.cache import cache_key
 from fa2gen.compile.nvcc import key_flags
 from fa2gen.constraints import infeasible_reason
 from fa2gen.driver import LoadedKernel, device_info, load
-from fa2gen.errors import ArgumentError, InfeasibleError, LaunchError
+from fa2gen.errors import InfeasibleError, LaunchError
 from fa2gen.hardware import Gpu, match_device
 from fa2gen.launch import POINTERS, fwd_plan
 from fa2gen.problem import Bucket
@@ -73,7 +73,6 @@ def match_config(request: Request, device_index: int, config: FwdConfig | None) 
     """The config to run: the caller's if given, else what the tables say.
 
     Raises:
-        ArgumentError: ``config`` is no FwdConfig.
         InfeasibleError: The caller's config breaks a limit of this GPU; the message is the reason.
         TableError: ``FA2GEN_STRICT`` is set and no entry is exact.
     """
@@ -100,8 +99,6 @@ def match_config(request: Request, device_index: int, config: FwdConfig | None) 
 
 def require_feasible(spec: KernelSpec, config: FwdConfig, gpu: Gpu) -> None:
     """Raise unless ``config`` is a legal config for ``spec`` on ``gpu``."""
-    if not isinstance(config, FwdConfig):
-        raise ArgumentError(f"config must be a fa2gen.FwdConfig or None, got {type(config).__name__}")
     reason = infeasible_reason(spec, config, gpu.arch)
     if reason is not None:
         raise InfeasibleError(f"config {config.slug()} cannot run {spec.slug()} on {gpu.name}: {reason}")

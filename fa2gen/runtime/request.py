@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 
 from fa2gen.errors import ArgumentError, UnsupportedError
 from fa2gen.problem import Problem
-from fa2gen.spec import NATIVE_HEAD_DIMS, KernelSpec
+from fa2gen.spec import NATIVE_HEAD_DIMS, FwdConfig, KernelSpec
 
 from .copies import copy_reasons, is_aligned, padded_head_dim, used_strides
 
@@ -175,6 +175,16 @@ def _backend(backend: str, device: torch.device) -> str:
     if backend == "emulator" and device.type != "cpu":
         raise ArgumentError(f"backend emulator needs CPU tensors, but q, k and v are on {device}")
     return backend
+
+
+def require_config(backend: str, config: FwdConfig | None) -> None:
+    """Raise unless ``config`` is a config that the backend has a use for, or None."""
+    if config is None:
+        return
+    if not isinstance(config, FwdConfig):
+        raise ArgumentError(f"config must be a fa2gen.FwdConfig or None, got {type(config).__name__}")
+    if backend == "reference":
+        raise ArgumentError("config has no meaning for the reference backend; give backend='cuda' or 'emulator'")
 
 
 def refuse_gradients(q: Tensor, k: Tensor, v: Tensor) -> None:

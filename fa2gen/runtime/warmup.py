@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from fa2gen.compile import compile_many, kernel_source
-from fa2gen.errors import ArgumentError, CompileError, GateError
+from fa2gen.driver import unavailable_reason
+from fa2gen.errors import ArgumentError, CompileError, GateError, LaunchError
 from fa2gen.gate import Runner, forward_cases, run_gate
 from fa2gen.problem import Problem
 from fa2gen.spec import FwdConfig, KernelSpec
@@ -18,7 +19,7 @@ from fa2gen.spec import FwdConfig, KernelSpec
 from .attention import attention
 from .describe import Description, describe_request
 from .plan import build_plan, device_gpu, loaded_kernel, match_config
-from .request import Request, read_request
+from .request import Request, read_request, require_config
 
 _gated: set[tuple[KernelSpec, FwdConfig, int]] = set()
 
@@ -51,6 +52,7 @@ def warmup(
         Fa2genError: As the call itself.
     """
     request = read_request(q, k, v, causal=causal, softmax_scale=softmax_scale, backend="auto")
+    require_config(request.backend, config)
     if request.backend == "cuda" and not request.is_empty:
         match = match_config(request, request.device.index, config)
         loaded_kernel(request.spec, match.config, request.device.index)
@@ -77,10 +79,7 @@ def warmup_specs(
     Returns:
         What each call runs, in order.
     """
-    target_device = torch.device("cuda" if device is None else device)
-    if target_device.type != "cuda":
-        raise ArgumentError(f"device must be a CUDA device, got {target_device}")
-    index = torch.cuda.current_device() if target_device.index is None else target_device.index
+    index = _device_index(device)
     requests = [_request(spec, problem, torch.device("cuda", index)) for spec, problem in calls]
     matches = [match_config(request, index, None) for request in requests]
     target = device_gpu(index).target
@@ -96,6 +95,20 @@ def warmup_specs(
             gate_kernel(request.spec, match.config, request.device)
         descriptions.append(describe_request(request, None))
     return descriptions
+
+
+def _device_index(device: torch.device | str | int | None) -> int:
+    # torch refuses a number where it has no accelerator.
+    name = f"cuda:{device}" if isinstance(device, int) else "cuda" if device is None else device
+    try:
+        target = torch.device(name)
+    except (RuntimeError, TypeError):
+        target = torch.device("meta")
+    if target.type != "cuda":
+        raise ArgumentError(f"device must be a CUDA device, got {device!r}")
+    if (reason := unavailable_reason()) is not None:
+        raise LaunchError(f"no GPU can be used: {reason}")
+    return torch.cuda.current_device() if target.index is None else target.index
 
 
 def gate_kernel(spec: KernelSpec, config: FwdConfig, device: torch.device) -> None:

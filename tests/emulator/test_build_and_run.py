@@ -302,6 +302,11 @@ def test_impossible_launches_are_refused(kernel: EmulatedKernel, launch: Launch,
         run(kernel, launch, [])
 
 
+def test_an_impossible_number_of_threads_is_refused(kernel: EmulatedKernel) -> None:
+    with pytest.raises(ArgumentError, match="threads must be at least 1"):
+        run(kernel, probe_launch(0), [], threads=-1)
+
+
 def test_buffers_are_checked() -> None:
     data = np.zeros(8, np.uint8)
     for change in (

@@ -19,7 +19,7 @@ import fa2gen
 import fa2gen.runtime.attention
 from fa2gen.constraints import default_config
 from fa2gen.errors import ArgumentError, InfeasibleError, UnsupportedError
-from fa2gen.runtime import attention, describe, warmup, warmup_specs
+from fa2gen.runtime import attention, describe
 from fa2gen.spec import FwdConfig, KernelSpec
 
 
@@ -188,6 +188,12 @@ BAD: dict[str, tuple[tuple[Any, Any, Any], dict[str, Any], type[Exception], str]
     "config of another type": (
         (Q, K, V),
         {"config": {"block_m": 64}, "backend": "emulator"},
+        ArgumentError,
+        "config must be",
+    ),
+    "config of another type, no keys": (
+        (Q, K[:, :0], V[:, :0]),
+        {"config": "fast", "backend": "emulator"},
         ArgumentError,
         "config must be",
     ),
@@ -372,17 +378,11 @@ def test_describe() -> None:
     )
     with pytest.raises(ArgumentError, match="q must be"):
         describe(q[0], k, v)
+    with pytest.raises(ArgumentError, match="config has no meaning"):
+        describe(q, k, v, config=FwdConfig())
 
 
 def test_strides_of_single_elements_do_not_decide_the_kernel() -> None:
     q, k, v = _inputs(1, 1, 7, 4, 4)
     odd = torch.as_strided(q, q.shape, (3, 5, 64, 1))
     assert describe(odd, k, v, backend="emulator").spec.alignment == 16
-
-
-def test_warmup_of_cpu_tensors_is_a_call() -> None:
-    assert warmup(Q, K, V, causal=True).backend == "reference"
-    with pytest.raises(ArgumentError, match="q must be"):
-        warmup(Q[0], K, V)
-    with pytest.raises(ArgumentError, match="device must be a CUDA device"):
-        warmup_specs([], device="cpu")

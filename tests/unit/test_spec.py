@@ -70,6 +70,13 @@ def test_slugs_have_ascii_digits(slug):
         FwdConfig.from_slug(slug)
 
 
+@pytest.mark.parametrize("fields", [{"alignment": 2.0}, {"alignment": 16.0}, {"dtype": [["bf16"]]}])
+def test_equal_specs_are_written_alike(fields):
+    """2.0 equals 2, but would have a key and a slug of its own."""
+    with pytest.raises(ArgumentError, match="must be one of"):
+        KernelSpec(**fields)
+
+
 def test_every_field_changes_the_key_and_the_slug():
     base = KernelSpec(head_dim=64)
     changed = [
