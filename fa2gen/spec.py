@@ -162,8 +162,9 @@ class FwdConfig(_Canonical):
             stays the reference; where it no longer serves, the online formula takes over, so the result is as exact.
         min_blocks: Resident blocks per SM that the register budget must allow (``__launch_bounds__``).
         proof: How a guarded softmax knows that its reference served. ``"step"``: by the row sums of each step, and a
-            step that fails is repeated in place (|v| below 1e30 in bf16: beyond, p v may overflow). ``"block"``: by
-            the finished output and sums, and a query block that fails is computed again; not for fp16.
+            step that fails is repeated in place (in bf16 |v| times the number of steps must be below 2e30: beyond,
+            sums of p v may overflow). ``"block"``: by the finished output and sums, and a query block that fails is
+            computed again; not for fp16.
         pipeline: ``"barrier"``: a barrier of the block hands over each tile. ``"ring"``: mbarriers of each stage, so
             that warps may drift apart.
         warps_n: Warps that share query rows, 1 or 2: each takes half of a step's keys, then half of the columns of V.

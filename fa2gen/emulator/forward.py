@@ -8,7 +8,9 @@ import numpy as np
 import torch
 
 from ..codegen import render_kernel
-from ..errors import ArgumentError
+from ..constraints import infeasible_reason
+from ..errors import ArgumentError, InfeasibleError
+from ..hardware import arch_limits
 from ..launch import POINTERS, fwd_plan
 from ..problem import Problem
 from ..spec import FwdConfig, KernelSpec
@@ -16,6 +18,9 @@ from .builder import build
 from .runner import Buffer, Counters, run
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+# The limits of the chip that grants a block most; a kernel that breaks a rule of its family would be reported for what
+# follows, such as a race.
+_LARGEST = arch_limits((9, 0))
 
 
 def run_forward(
@@ -52,9 +57,12 @@ def run_forward(
 
     Raises:
         ArgumentError: A tensor does not fit the spec.
+        InfeasibleError: The config is legal for the spec on no GPU; the message is the reason.
         EmulatorError: The kernel broke a rule, crashed or did not end.
     """
     problem = _problem(spec, q, k, v)
+    if (reason := infeasible_reason(spec, config, _LARGEST)) is not None:
+        raise InfeasibleError(f"config {config.slug()} cannot run {spec.slug()}: {reason}")
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device="cpu")
     elif out.shape != q.shape or out.dtype != q.dtype or out.device.type != "cpu" or out.stride(-1) != 1:

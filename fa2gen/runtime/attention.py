@@ -58,6 +58,9 @@ def attention(
         of v, but under a causal mask a kernel multiplies hidden values by a weight of 0, and 0 * NaN is NaN in up to
         one tile of earlier queries (the reference backend keeps them out).
 
+        Kernels sum in float32. In bf16 that is a limit: a product q k beyond 3e38 counts as infinite, whatever the
+        scale, and |v| times the number of keys has to stay below 1e30.
+
     Raises:
         ArgumentError: An argument is not legal; the message names it. Raised before anything is launched.
         InfeasibleError: ``config`` is not legal for this call on this GPU.

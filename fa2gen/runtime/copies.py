@@ -54,7 +54,10 @@ def _reason(x: Tensor) -> str | None:
     if head_dim > 1 and x.stride(3) != 1:
         return "its last dimension is not contiguous"
     # Such as the imaginary part of a conjugate: memory holds the values before the negation.
-    return "it is a view that negates" if x.is_neg() else None
+    if x.is_neg():
+        return "it is a view that negates"
+    # As forward-mode differentiation makes of what does not depend on its input; a kernel would be given address 0.
+    return "its zeros have no memory" if x._is_zerotensor() else None
 
 
 def copied(x: Tensor, *, negated: bool) -> Tensor:

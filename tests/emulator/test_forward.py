@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fa2gen.constraints import default_config
 from fa2gen.emulator import Counters, run_forward
-from fa2gen.errors import ArgumentError, EmulatorError
+from fa2gen.errors import ArgumentError, EmulatorError, InfeasibleError
 from fa2gen.gate import check_forward
 from fa2gen.spec import NATIVE_HEAD_DIMS, FwdConfig, KernelSpec
 
@@ -155,6 +155,8 @@ def test_wrong_tensors_are_refused() -> None:
         "v must be contiguous in its last dimension": (q, q, q.transpose(1, 3).contiguous().transpose(1, 3)),
         "k and v must have one shape": (q, q, q[:, :4]),
     }
+    with pytest.raises(InfeasibleError, match="warps_n 2"):
+        run_forward(spec, FwdConfig(block_m=64, block_n=64, step_n=32, warps_n=2), q, q, q, softmax_scale=1.0)
     for message, (a, b, c) in wrong.items():
         with pytest.raises(ArgumentError, match=message):
             run_forward(spec, config, a, b, c, softmax_scale=1.0)

@@ -95,6 +95,17 @@ def test_values_near_the_end_of_bf16(slug: str) -> None:
     assert counters.repairs > 0
 
 
+@pytest.mark.parametrize("slug", [STEP, f"{STEP}_wn2"])
+def test_values_as_large_as_unrepaired_steps_may_be(slug: str) -> None:
+    """Every step but the first has sums just below the limit: |v| times the number of steps may be 2e30."""
+    q, k, v = _inputs(64)
+    keys_of_a_lane = 32 // 4 // FwdConfig.from_slug(slug).warps_n
+    q[..., :-1], q[..., -1] = 0, 1
+    k[:, -32:, :, -1] = -math.log(2.0**24 / keys_of_a_lane) + 0.1
+    v[:] = 2e30 / (TILES * 2)
+    assert _checked(slug, q, k, v).repairs == 0
+
+
 @pytest.mark.parametrize("lead", [5.0, 11.0, 13.0])
 def test_weights_beyond_fp16(lead: float) -> None:
     """65504 is e^11.09; a lane's sum must stay below 32768, e^10.4."""

@@ -308,7 +308,7 @@ def test_huge_and_tiny_numbers(d: int, causal: bool) -> None:
     q, k, v = _qkv(2, 300, 577, 1, 1, d)
     for factor in (60.0, 1e4, 1e-6):
         _check(factor * q, k, v, causal=causal)
-    # The guarded softmax of bf16 is for |v| below 1e30.
+    # The guarded softmax of bf16 wants |v| times the number of steps below 2e30.
     for tensors in ((1e30 * q, 1e-30 * k, v), (1e-30 * q, 1e30 * k, v), (q, k, 1e29 * v), (q, k, 1e-30 * v)):
         _check(*tensors, causal=causal)
     _check(1e15 * q, 1e15 * k, v, causal=causal, scale=1e-30)

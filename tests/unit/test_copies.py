@@ -154,3 +154,13 @@ def test_describe_names_every_copy() -> None:
     assert odd.copies == (*padded, "output: cut back to head_dim 59")
     # The reference reads anything where it lies.
     assert describe(*_inputs(d=59)).copies == ()
+
+
+def test_zeros_without_memory(device: FakeDevice) -> None:
+    """Address 0 would be the end of the process's CUDA context."""
+    q, k, _ = _inputs()
+    zeros = torch._efficientzerotensor(k.shape, dtype=k.dtype)
+    assert zeros.data_ptr() == 0
+    for _ in range(2):
+        attention(q, zeros, zeros)
+        assert all(_unpacked(device.launches[-1][2])[name] for name in "qkv")
