@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from fa2gen.launch import fwd_plan
 from fa2gen.problem import Problem
 from fa2gen.spec import FwdConfig, KernelSpec
 
@@ -102,9 +103,11 @@ def describe_request(request: Request, config: FwdConfig | None) -> Description:
     if backend == "emulator":
         source = "default" if config is None else "forced by the caller"
         config = emulated_config(request, config)
+        _require_launchable(request, config)
         return Description(backend, spec, problem, config, config.softmax, source, target="host", copies=copies)
     index = request.device.index
     match, gpu = match_config(request, index, config), device_gpu(index)
+    _require_launchable(request, match.config)
     entry = match.entry
     return Description(
         backend,
@@ -122,6 +125,12 @@ def describe_request(request: Request, config: FwdConfig | None) -> Description:
         state=kernel_state(spec, match.config, index),
         copies=copies,
     )
+
+
+def _require_launchable(request: Request, config: FwdConfig) -> None:
+    """Raise where the call would, whose launch has limits of its own; strides and the L2 play no part in them."""
+    strides, scale = dict.fromkeys("qkvo", (0, 0, 0)), abs(request.softmax_scale)
+    fwd_plan(request.spec, config, request.problem, strides=strides, softmax_scale=scale, l2_bytes=0)
 
 
 def _copies(request: Request) -> tuple[str, ...]:

@@ -380,6 +380,11 @@ def test_describe() -> None:
         describe(q[0], k, v)
     with pytest.raises(ArgumentError, match="config has no meaning"):
         describe(q, k, v, config=FwdConfig())
+    with pytest.raises(UnsupportedError, match=r"softmax_scale .* too large"):
+        describe(q, k, v, softmax_scale=1e39, backend="emulator")
+    many = q[:1, :1, :1].expand(2**20, 1, 4096, 64)
+    with pytest.raises(UnsupportedError, match="grid's limit"):
+        describe(many, many, many, backend="emulator")
 
 
 def test_strides_of_single_elements_do_not_decide_the_kernel() -> None:
