@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import io
+import os
 import signal
 import sys
 import threading
@@ -74,6 +75,9 @@ class _Group(click.Group):
         **extra: Any,
     ) -> Any:
         ended_by: list[int] = []
+        for name in ("stdout", "stderr"):
+            if getattr(sys, name) is None:  # closed by the caller (fa2gen ... >&-)
+                setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 (until the process ends)
         if isinstance(sys.stdout, io.TextIOWrapper):
             # A stream that is not UTF-8 shows what it cannot encode as stderr does, instead of ending the command.
             sys.stdout.reconfigure(errors="backslashreplace")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -101,8 +102,8 @@ def emit(
     """
     if not specs:
         raise ArgumentError("specs must name at least one kernel")
-    if out.exists() and not out.is_dir():
-        raise ArgumentError(f"out must be a folder, {out} is a file")
+    if os.path.lexists(out) and not out.is_dir():
+        raise ArgumentError(f"out must be a folder, {out} is a {'file' if out.exists() else 'link that leads nowhere'}")
     kernels = [choose(spec, gpu, seqlen_q=seqlen_q, seqlen_k=seqlen_k, config=config) for spec in specs]
     texts = {kernel.file: kernel.source.text for kernel in kernels}
     texts["manifest.json"] = json.dumps(manifest(kernels, gpu), indent=2) + "\n"
@@ -117,11 +118,15 @@ def _write_all(out: Path, texts: Mapping[str, str]) -> None:
         if (out / name).is_dir():
             raise ArgumentError(f"out has a folder where the file {name} belongs: {out / name}")
     out.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".emit-", dir=out, ignore_cleanup_errors=True) as staging:
-        for name, text in texts.items():
-            Path(staging, name).write_text(text, encoding="utf-8")
-        for name in texts:
-            Path(staging, name).replace(out / name)
+    try:
+        with tempfile.TemporaryDirectory(prefix=".emit-", dir=out, ignore_cleanup_errors=True) as staging:
+            for name, text in texts.items():
+                Path(staging, name).write_text(text, encoding="utf-8")
+            for name in texts:
+                Path(staging, name).replace(out / name)
+    except OSError as error:
+        # A full disk: write() does not say where.
+        raise OSError(error.errno, error.strerror, str(out)) from error
 
 
 def manifest(kernels: Sequence[EmittedKernel], gpu: Gpu) -> dict[str, Any]:

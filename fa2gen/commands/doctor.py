@@ -89,6 +89,7 @@ def _nvcc() -> Iterator[Check]:
 
     try:
         nvcc = find_nvcc()
+        nvcc.require("sm_80")  # no other target takes an older one
     except Fa2genError as error:
         yield Check("nvcc", "missing", str(error), "needed to tune and to run kernels: pip install 'fa2gen[nvcc]'")
         return

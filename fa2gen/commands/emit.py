@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -91,7 +92,8 @@ def command(
         click.echo(json.dumps({"out": str(out), "files": files, **manifest(kernels, gpu)}, indent=2))
         return
     _report(kernels, out)
-    click.echo(f"{out / EXTRA_FILES[0]}, {', '.join(EXTRA_FILES[1:])}: make -C {out}, for {gpu.target}")
+    make = f"make -C {shlex.quote(str(out))}"
+    click.echo(f"{out / EXTRA_FILES[0]}, {', '.join(EXTRA_FILES[1:])}: {make}, for {gpu.target}")
 
 
 def _report(kernels: list[EmittedKernel], out: Path) -> None:

@@ -197,7 +197,7 @@ def _settle(
         with contextlib.suppress(_Late):
             prove(fallback)
             for problem, study, ranking, mine in zip(group.problems, studies, _rankings(times), times, strict=True):
-                for config in ranking[:_MAX_PROOFS] + [fallback] * (fallback in group.facts):
+                for config in ranking[:_MAX_PROOFS] + [fallback] * (fallback in mine):
                     text = prove(config)
                     if text is not None:
                         entries.append(_entry(group, problem, config, mine, len(study.failures()), text, ledger, tools))

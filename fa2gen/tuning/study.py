@@ -263,20 +263,25 @@ class TuningStudy:
         self._tell_failure(asked.trial, outcome, reason)
 
     def record(self, config: FwdConfig, ms: float, **attrs: Any) -> None:
-        """Adds a config whose time was found without asking, as a finished trial; a known one is left as it is."""
-        self._add(config, TrialState.COMPLETE, ms, attrs)
+        """Adds a config whose time was found without asking, as a finished trial; a known one is left as it is.
+
+        A failure before it was of that session, e.g. of a compiler that was killed; the gate's verdict stands.
+        """
+        if self.failures().get(config, ("",))[0] != "wrong":
+            self._add(config, TrialState.COMPLETE, ms, attrs)
 
     def record_failure(self, config: FwdConfig, outcome: str, reason: str) -> None:
         """Adds a config that failed without having been asked for; a known one is left as it is."""
         _require_outcome(outcome)
-        self._add(config, TrialState.PRUNED, None, {"outcome": outcome, "reason": reason})
+        if config not in self.failures():
+            self._add(config, TrialState.PRUNED, None, {"outcome": outcome, "reason": reason})
 
     def _add(self, config: FwdConfig, state: TrialState, ms: float | None, attrs: dict[str, Any]) -> None:
         params = params_of(config)
         # The default may lie outside the grid; its numbers are in the tables, not in the study.
         if any(value not in GRID[name] for name, value in params.items()) or config_of(params) != config:
             return
-        if config in self.times() or config in self.failures():
+        if config in self.times():
             return
         trial = optuna.trial.create_trial(
             state=state, value=ms, params=params, distributions=self._distributions, user_attrs=attrs
@@ -303,7 +308,7 @@ class TuningStudy:
         return dict(sorted(times.items(), key=lambda item: item[1]))
 
     def failures(self) -> dict[FwdConfig, tuple[str, str]]:
-        """Configs that cannot be chosen: outcome and reason."""
+        """Configs that cannot be chosen: outcome and reason; not those that were timed after all."""
         failures = {}
         for trial in self._study.get_trials(deepcopy=False, states=(TrialState.PRUNED,)):
             config = config_of(trial.params)
@@ -311,8 +316,11 @@ class TuningStudy:
                 failures[config] = (trial.user_attrs["outcome"], trial.user_attrs.get("reason", ""))
         for trial in self._study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,)):
             config = config_of(trial.params)
-            verdict = None if config is None else self._study.user_attrs.get(f"wrong:{config.key()}")
-            if config is not None and verdict is not None:
+            if config is None:
+                continue
+            failures.pop(config, None)
+            verdict = self._study.user_attrs.get(f"wrong:{config.key()}")
+            if verdict is not None:
                 failures[config] = ("wrong", verdict["reason"])
         return failures
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -161,6 +162,32 @@ def test_names_that_the_terminal_cannot_show(encoding: str, tmp_path: Path) -> N
     assert (out / "manifest.json").is_file()
 
 
+def test_doctor_says_that_an_nvcc_is_too_old(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    program = tmp_path / "nvcc"
+    program.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 10.2, V10.2.89'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("FA2GEN_NVCC", str(program))
+    (check,) = [check for check in json.loads(run("doctor", "--json").stdout) if check["name"] == "nvcc"]
+    assert check["status"] == "missing"
+    assert "10.2.89, and sm_80 needs CUDA 11.8" in check["detail"]
+
+
+def test_streams_that_the_caller_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+    rows = str(ROOT / "benchmarks" / "results" / "h200_repairs_bf16.json")
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "--from", rows], prog_name="fa2gen")
+    for stream in (sys.stdout, sys.stderr):
+        stream.close()
+    assert ended.value.code == 0
+
+
+def test_the_make_command_is_for_a_shell(tmp_path: Path) -> None:
+    out = str(tmp_path / "my kernels")
+    assert f"make -C '{out}', for sm_80" in run(*EMIT, "-o", out).stdout
+
+
 @pytest.mark.parametrize("group", ["", "list", "table", "cache"])
 def test_a_group_by_itself(group: str) -> None:
     assert_error(run(*group.split()), 2, f"Missing command (see {f'fa2gen {group}'.rstrip()} --help)")
@@ -183,3 +210,15 @@ def test_results_are_never_folded_beyond_reading(columns: str, width: int, monke
 def test_system_errors_name_the_file(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     assert_error(run(*EMIT, "-o", str(tmp_path / "file" / "out")), 1, f"{tmp_path}/file/out: Not a directory")
+
+
+def test_a_full_disk_and_a_lost_link_name_the_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    assert_error(run(*EMIT, "-o", str(tmp_path / "link")), 1, f"out must be a folder, {tmp_path}/link is a link")
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_text", full)
+    assert_error(run(*EMIT, "-o", str(tmp_path / "out")), 1, f"{tmp_path}/out: No space left on device")
+    assert list((tmp_path / "out").iterdir()) == []

@@ -121,6 +121,21 @@ def test_predicted_never_saves_a_config_that_failed_the_gate(rooms, tmp_path):
     assert len(all_wrong.proved) <= 4
 
 
+def test_a_compiler_that_broke_once_is_forgotten(rooms, tmp_path):
+    """Killed for memory, say: that was no answer, and the next session has one."""
+    rooms.refused = lambda config: True
+    assert run(rooms, tmp_path, trials=4).entries == ()
+    reports = [run(FakeRooms(), tmp_path, trials=4, resume=resume) for resume in (True, False)]
+    (again,), (fresh,) = (report.entries for report in reports)
+    assert (again.config, again.measurement) == (fresh.config, fresh.measurement)
+    assert again.provenance.trials == fresh.provenance.trials == fresh.provenance.feasible
+
+
+def test_a_default_that_the_gate_refused_once_is_no_candidate(rooms, tmp_path):
+    assert run(FakeRooms(wrong=lambda config: True), tmp_path, trials=0).entries == ()
+    assert run(rooms, tmp_path, trials=0).entries == ()
+
+
 def test_predicted_reports_refused_kernels(rooms, tmp_path):
     rooms.refused = lambda config: config.pipeline == "ring"
     report = run(rooms, tmp_path, gpu="a100")
