@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import re
 from pathlib import Path
 
 from ..data import data_dir
@@ -62,16 +63,26 @@ def _entry(kind: str, family: str) -> tuple[str, tuple[str, ...]]:
     return _BODIES[kind, family]
 
 
+_STRING_OR_COMMENT = re.compile(r'"(?:[^"\\\n]|\\.)*"|//[^\n]*|/\*.*?\*/', re.DOTALL)
+
+
+def _code(text: str) -> bytes:
+    """A text without comments, each stretch of white space as one blank."""
+    code = _STRING_OR_COMMENT.sub(lambda match: match[0] if match[0][0] == '"' else " ", text)
+    return " ".join(code.split()).encode()
+
+
 @functools.cache
 def template_hash(kind: str, family: str) -> str:
-    """16 hex digits over the kernel's own manifest and parameter struct.
+    """16 hex digits over the code of the kernel's own manifest and parameter struct.
 
-    An edit to another family's files leaves it alone, so it does not make this kernel's tuned entries stale.
+    An edit to another family's files leaves it alone, and so does one to comments or line breaks: neither makes this
+    kernel's tuned entries stale.
     """
-    digest = hashlib.sha256(PARAMS[kind].declaration().encode())
     root = data_dir("templates")
+    digest = hashlib.sha256(_code(PARAMS[kind].declaration()))
     for name in manifest(kind, family):
-        digest.update(name.encode() + b"\0" + (root / name).read_bytes() + b"\0")
+        digest.update(name.encode() + b"\0" + _code((root / name).read_text(encoding="utf-8")) + b"\0")
     return digest.hexdigest()[:16]
 
 

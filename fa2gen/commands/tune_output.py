@@ -207,6 +207,7 @@ def _first(row: PlannedRequest) -> list[tuple[str, FwdConfig]]:
     first = [("default", row.default)]
     if row.incumbent is not None:
         first.append(("incumbent", row.incumbent))
+    first += [("relative", config) for config in row.relatives]
     return first + [("model", config) for config in row.favourites]
 
 
@@ -225,6 +226,7 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
                 "excluded_configs": row.excluded,
                 "default": row.default.canonical(),
                 "incumbent": None if row.incumbent is None else row.incumbent.canonical(),
+                "relatives": [config.canonical() for config in row.relatives],
                 "model_favourites": [config.canonical() for config in row.favourites],
             }
             for row in plan.requests

@@ -98,8 +98,13 @@ def attention(
         return first_call(q, k, v, causal, softmax_scale, return_lse, backend, config)
     if _is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         refuse_gradients(q, k, v)
-    # A plan's tensors have memory; a stand-in (a fake tensor, a wrapper) may share everything else with them.
-    # Forward-mode differentiation and dispatch modes cannot see a launch.
-    if not (q_ptr and k_ptr and v_ptr) or forward_ad._current_level >= 0 or _num_dispatch_modes():
+    # A plan's tensors have memory, which holds their values; a stand-in (a fake tensor, a wrapper, a view that negates)
+    # may share everything else with them. Forward-mode differentiation and dispatch modes cannot see a launch.
+    if (
+        not (q_ptr and k_ptr and v_ptr)
+        or (q.is_neg() or k.is_neg() or v.is_neg())
+        or forward_ad._current_level >= 0
+        or _num_dispatch_modes()
+    ):
         return first_call(q, k, v, causal, softmax_scale, return_lse, backend, config)
     return plan(q_ptr, k_ptr, v_ptr)  # type: ignore[no-any-return]

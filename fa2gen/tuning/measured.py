@@ -1,4 +1,4 @@
-"""Tuning on one GPU: default, incumbent, the model's favourites, neighbours, Optuna; a winner is proved, then saved."""
+"""Tuning on one GPU: what tables know, the model's favourites, neighbours, Optuna; a winner is proved, then saved."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .space import legal_space
 from .study import Asked, TuningStudy
 from .timing import METHOD, Timing
 from .tools import Tools
-from .winner import find_incumbent, ranking
+from .winner import MAX_RELATIVES, find_incumbent, find_relatives, ranking
 from .worker import TrialFailure
 
 # Times of an earlier session that look better than today's incumbent are taken again, but no more than this.
@@ -71,6 +71,7 @@ class _Job:
     study: TuningStudy
     template_hash: str
     incumbent: FwdConfig | None
+    relatives: tuple[FwdConfig, ...] = ()
     timings: dict[FwdConfig, Timing] = field(default_factory=dict)
     failed: set[FwdConfig] = field(default_factory=set)
     # Machine code -> what came of it.
@@ -144,7 +145,9 @@ class MeasuredTuning:
             storage=self._options.storage,
         ) as study:
             roots: Sequence[Path] = self._tools.table_roots(self._ledger.out)
-            job = _Job(request, bucket, study, template_hash, find_incumbent(spec, bucket, gpu, roots))
+            incumbent = find_incumbent(spec, bucket, gpu, roots)
+            relatives = find_relatives(spec, bucket, gpu, roots, MAX_RELATIVES)
+            job = _Job(request, bucket, study, template_hash, incumbent, relatives)
             try:
                 self._search(job)
             except KeyboardInterrupt:
@@ -158,7 +161,7 @@ class MeasuredTuning:
                 self._conclude(job)
 
     def _search(self, job: _Job) -> None:
-        """Times the default, the incumbent, the model's favourites; neighbours of the best; what the sampler asks for.
+        """Times what the tables know and the model's favourites; neighbours of the best; what the sampler asks for.
 
         What ptxas makes of neighbours the model does not see: they are tried around what turned out to be fast.
         """
@@ -170,7 +173,8 @@ class MeasuredTuning:
         size = min(budget, -(-max(8, self._trials // 2) // cores) * cores - len(first))
         if budget:
             favourites = shortlist(request.spec, [request.problem], self._ledger.gpu, size + len(first))
-            for config in [config for config in favourites if config not in first][:size]:
+            candidates = dict.fromkeys((*job.relatives, *favourites))
+            for config in [config for config in candidates if config not in first][:size]:
                 study.enqueue(config)
         # They may lie outside the grid, and are timed again in every session: beside the study.
         batch = [Asked(config, None) for config in first]

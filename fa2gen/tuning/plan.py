@@ -18,7 +18,7 @@ from .session import find_devices
 from .shortlist import shortlist
 from .space import legal_space
 from .tools import Tools
-from .winner import find_incumbent
+from .winner import MAX_RELATIVES, find_incumbent, find_relatives
 
 # The model's favourites that are listed.
 _TOP = 3
@@ -35,6 +35,7 @@ class PlannedRequest:
         request, bucket: What is tuned.
         default: Timed, or compiled, first.
         incumbent: What the tables hold, timed next; None if they hold nothing, or nothing is timed.
+        relatives: What the tables hold for the same head dim and mask at other sizes, heads and dtype; they come then.
         favourites: The model's best of the legal configs, in order; they come after these.
         legal, excluded: Numbers of configs of the grid.
     """
@@ -43,6 +44,7 @@ class PlannedRequest:
     bucket: Bucket
     default: FwdConfig
     incumbent: FwdConfig | None
+    relatives: tuple[FwdConfig, ...]
     favourites: tuple[FwdConfig, ...]
     legal: int
     excluded: int
@@ -94,8 +96,19 @@ def make_plan(
         space, default = legal_space(spec, gpu), default_config(spec)
         incumbent = find_incumbent(spec, bucket, gpu, roots)
         favourites = tuple(shortlist(spec, [request.problem], gpu, min(_TOP, each)))
+        known = {default, incumbent}
+        relatives = find_relatives(spec, bucket, gpu, roots, min(MAX_RELATIVES, each))
         rows.append(
-            PlannedRequest(request, bucket, default, incumbent, favourites, len(space.configs), len(space.excluded))
+            PlannedRequest(
+                request,
+                bucket,
+                default,
+                incumbent,
+                tuple(config for config in relatives if config not in known),
+                favourites,
+                len(space.configs),
+                len(space.excluded),
+            )
         )
     cores = usable_cores()
     if found:

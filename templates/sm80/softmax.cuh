@@ -8,7 +8,7 @@
 constexpr float kLargeReference = 2048.f;
 
 // Guarded softmax: a lane's sum over one step proves that no p of it passed this limit. fp16 P must stay below 65504;
-// bf16 has float's exponent range, and 2^24 leaves V room up to 10^31.
+// bf16 has float's exponent range, and sums of up to 2^27 a row and step leave |v| times the steps room up to 10^30.
 constexpr float kGuardLimit = kFp16 ? 32768.f : 16777216.f;
 
 // A lane's sum over all steps: the sum of a row's lanes, and its reciprocal, stay normal numbers.

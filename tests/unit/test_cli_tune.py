@@ -127,11 +127,13 @@ def test_a_dry_run_names_what_comes_first(tmp_path, monkeypatch):
     assert (planned["legal_configs"], planned["excluded_configs"]) == (len(space.configs), len(space.excluded))
     assert planned["default"] == default_config(SPEC).canonical()
     assert planned["incumbent"] == old.canonical()
+    # What the package's table holds for other sizes and heads.
+    assert len(planned["relatives"]) >= 3
     assert len(planned["model_favourites"]) == 3
     assert form["kernels_to_compile"] == 32
     text = run(*arguments).stdout
     marks = [line.split()[0] for line in text.splitlines() if line.startswith("  ")]
-    assert marks == ["default", "incumbent", "model", "model", "model"]
+    assert marks == ["default", "incumbent", *["relative"] * len(planned["relatives"]), "model", "model", "model"]
     assert "measured on device 0, 1" in text
     assert "legal configs" in text
     # Nothing was begun.

@@ -166,6 +166,16 @@ def test_launches_hide_from_no_observer(device: FakeDevice, warm: bool) -> None:
         attention(q, k, forward_ad.make_dual(v, v))
 
 
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_a_view_that_negates_is_copied_though_a_plan_fits(device: FakeDevice, name: str) -> None:
+    tensors = dict(zip("qkv", _inputs(), strict=True))
+    attention(*tensors.values())
+    negated = {**tensors, name: torch._neg_view(tensors[name])}
+    attention(*negated.values())
+    plain, again = (_unpacked(launch[2]) for launch in device.launches)
+    assert {key for key in "qkv" if plain[key] != again[key]} == {name}
+
+
 def test_empty_problems_launch_nothing(device: FakeDevice) -> None:
     q, k, v = _inputs(seqlen_k=0)
     out, lse = attention(q, k, v, return_lse=True)

@@ -17,7 +17,7 @@ from fa2gen.tuning.space import legal_space
 from fa2gen.tuning.study import TuningStudy
 from fa2gen.tuning.timing import Timing
 from fa2gen.tuning.tools import Tools
-from fa2gen.tuning.winner import find_incumbent, ranking
+from fa2gen.tuning.winner import find_incumbent, find_relatives, ranking
 from fa2gen.tuning.worker import TrialFailure
 from tests.tuning_fakes import FakeRooms, entry, request_for
 
@@ -86,6 +86,46 @@ def test_the_incumbent_comes_from_the_nearest_table(tmp_path):
 def test_an_incumbent_that_is_not_legal_any_more_is_none(tmp_path):
     hold(tmp_path, FwdConfig(block_m=256, block_n=256, num_warps=8, num_stages=3))
     assert find_incumbent(SPEC, BUCKET, H200, [tmp_path]) is None
+
+
+def put(root, config, spec=SPEC, seqlen=4096, kind="measured", ms=1.5):
+    problem = request_for(spec, seqlen).problem
+    row = entry(spec, problem, kind=kind, ms=ms, **config.canonical())
+    save_entries(H200, [dataclasses.replace(row, bucket=problem.bucket(132))], root=root)
+
+
+def test_relatives_are_the_nearest_winners_made_legal(tmp_path):
+    def relatives(spec=SPEC, count=6):
+        return find_relatives(spec, BUCKET, H200, [tmp_path], count)
+
+    a, b, c, d = (dataclasses.replace(OTHER, step_n=step, min_blocks=blocks) for blocks in (1, 2) for step in (32, 64))
+    e = dataclasses.replace(OLD, proof="block")
+    put(tmp_path, OLD)  # the incumbent is none
+    put(tmp_path, b, KernelSpec(dtype="fp16"))
+    put(tmp_path, c, seqlen=8192)
+    put(tmp_path, d, KernelSpec(gqa_ratio=8), seqlen=16384)
+    for other in (KernelSpec(causal=True), KernelSpec(head_dim=96), KernelSpec(alignment=2)):
+        put(tmp_path, a, other)
+    put(tmp_path, a, seqlen=512, kind="predicted")
+    assert relatives() == (b, c, d)
+    assert relatives(count=2) == (b, c)
+    # A nearer entry of the same config counts once; of equally near ones the same dtype's comes first.
+    put(tmp_path, c, seqlen=2048)
+    put(tmp_path, a, KernelSpec(dtype="fp16"), seqlen=8192)
+    put(tmp_path, e, seqlen=8192, ms=1.0)
+    assert relatives() == (b, c, e, a, d)
+    # fp16 cannot prove a whole block: it takes the config with a proof for each step.
+    found = relatives(KernelSpec(dtype="fp16"))
+    assert dataclasses.replace(e, proof="step") in found
+    assert e not in found
+
+
+def test_relatives_are_timed_before_the_models_favourites(h200, tmp_path):
+    hold(tmp_path / "tables", OLD)
+    odd = legal_space(SPEC, H200).configs[-1]
+    put(tmp_path / "tables", odd, seqlen=16384)
+    run(h200, tmp_path)
+    assert h200.worker.measured[:3] == [DEFAULT, OLD, odd]
 
 
 def test_sessions_look_in_the_output_folder_then_the_users_then_the_package(monkeypatch, tmp_path):
