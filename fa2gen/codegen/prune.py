@@ -303,7 +303,7 @@ def _without_unread_fields(parts: Sequence[str]) -> list[str]:
     parameters = {name for part in parts for name in re.findall(r"__grid_constant__ (\w+)", part)}
 
     def whole(match: re.Match[str]) -> str:
-        if match["name"] in parameters or re.search(r"[({=]", match["fields"]):
+        if match["name"] in parameters or re.search(r"[({=]", re.sub(r"//.*", "", match["fields"])):
             return match.group()
         lines = match["fields"].splitlines(keepends=True)
         fields = [re.fullmatch(r"  [^,;/]*?(\w+)(?:\[[^;]*)?;.*\n", line) for line in lines]

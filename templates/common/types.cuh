@@ -37,9 +37,8 @@ FUNC To bits_as(From from) {
   return both.to;
 }
 
-// A global pointer with arithmetic but no dereference operator: memory is reached through ld_global, st_global,
-// cp_async16 and atomic_add only, and the compiler enforces it. Size and layout are those of a raw pointer, and that is
-// what the host passes.
+// A global pointer with arithmetic but no dereference operator: memory is reached only through the functions below that
+// take one, and the compiler enforces it. Size and layout are those of a raw pointer, which is what the host passes.
 template <class T>
 struct gptr {
   T* address;

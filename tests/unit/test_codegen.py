@@ -200,3 +200,14 @@ def test_products_are_widened_before_they_are_multiplied():
     body = render_kernel(KernelSpec(head_dim=64, gqa_ratio=8, causal=True), config).body
     assert re.findall(r"i64\(\w+\)", body)
     assert not re.findall(r"i64\([^()]*\*[^()]*\)", body)
+
+
+def test_fields_that_nothing_reads_are_left_out():
+    """Whatever the comments beside them hold: "-1 forces the exact path (a large reference)"."""
+    spec = KernelSpec(causal=True)
+    for config, reads in (
+        (FwdConfig(softmax="guarded"), True),
+        (FwdConfig(softmax="guarded", proof="block"), False),
+        (FwdConfig(softmax="online"), False),
+    ):
+        assert ("guard_limit" in render_kernel(spec, config).body) == reads
