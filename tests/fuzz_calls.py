@@ -29,7 +29,7 @@ POOL_SEED = 20
 # Around the tiles' edges; a third of all lengths.
 EDGES = (0, 1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 95, 97, 127, 128, 129, 191, 193, 255, 256, 257, 511, 513, 1025)
 # Queries that share a key, up to which unaligned keys are read in place.
-MAX_QUERIES_IN_PLACE = 64
+MAX_QUERIES_IN_PLACE = 256
 
 ALIGNED_LAYOUTS = (
     "contiguous",

@@ -38,7 +38,7 @@ def attention(
         q: (batch, seqlen_q, num_heads_q, head_dim), fp16 or bf16, head_dim 1 to 256. Any strides. Copied first: a
             tensor whose last dimension is not contiguous, or that negates what it views; with a head dim that is no
             multiple of 8 all three, padded to one (and the output, cut back); and a tensor whose base or strides are
-            not multiples of 16 bytes, but k and v only if more than 64 queries share a key (seqlen_q times the group's
+            not multiples of 16 bytes, but k and v only if more than 256 queries share a key (seqlen_q times the group's
             heads): else nothing is copied for them, and a kernel runs that moves single elements.
         k, v: (batch, seqlen_k, num_heads_k, head_dim), dtype and device of q. num_heads_q is a multiple of num_heads_k;
             query head h reads key/value head ``h // (num_heads_q // num_heads_k)``.

@@ -14,9 +14,16 @@ from torch import Tensor
 
 from fa2gen.problem import Problem
 
-# Queries that share a key, heads of a group included: more of them than the rows of the smallest tuned query block, and
-# a key is fetched more than once. By that reasoning; where a copy really begins to pay was not timed.
-MAX_QUERIES_IN_PLACE = 64
+# Queries that share a key, heads of a group included: of more than these, several query blocks fetch it. On an H200, in
+# bf16, calls in place took so many times as long as those with copies, at 128, 256, 512 and 1024 queries:
+#   64 sequences of 1k keys, head dim 128, which fill the chip    0.46  0.74  1.10  1.48
+#    4 of 4k, 16 heads of 128                                     0.76  0.78  0.75  1.04
+#    4 of 4k, 8 heads of 256                                      0.96  0.96  0.97  1.36
+#    4 of 4k, 32 heads of 64 over 8                               0.91  0.86  1.04  1.03
+#    4 of 4k, 16 heads of 128 over 2: too few blocks to hide that  1.32  1.34  1.24  1.66
+# One query against a cache stays in place also where the copy would be faster (1.33 for one sequence of 16k): the copy
+# might not fit.
+MAX_QUERIES_IN_PLACE = 256
 
 
 def used_strides(x: Tensor) -> tuple[int, int, int]:
