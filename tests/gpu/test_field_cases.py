@@ -194,9 +194,9 @@ def test_bl_011_030_cache_slices_between_nan() -> None:
     _check(big[::2], cache[0, :, :120], cache[1, :, :120], causal=True)
 
 
-@pytest.mark.parametrize(("seqlen_q", "alignment"), [(1, 2), (64, 2), (65, 16), (113, 16)])
+@pytest.mark.parametrize(("seqlen_q", "alignment"), [(1, 2), (256, 2), (257, 16)])
 def test_bl_034_unaligned_bases_and_pitches(seqlen_q: int, alignment: int) -> None:
-    """In place while a block reads each key once, else from aligned copies."""
+    """In place while few query blocks read a key, else from aligned copies."""
 
     def view(seqlen: int) -> Tensor:
         storage = torch.full((2, seqlen + 1, 4, 131), math.nan, dtype=BF16, device="cuda")
