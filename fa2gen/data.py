@@ -48,17 +48,34 @@ def user_folder(variable: str, base_variable: str, base: str) -> Path | None:
         base: The base directory without it, below ``~``.
 
     Returns:
-        The folder, which need not exist; None for a user without a home, as of a container that knows no such user.
+        The folder, which need not exist; None for a user without a home, see :func:`expand_home`.
 
     Raises:
-        Fa2genError: ``$variable`` names the home of an unknown user.
+        Fa2genError: ``$variable`` names the home of an unknown user, or of this one, who has none.
     """
     chosen = os.environ.get(variable)
     if chosen:
-        folder = os.path.expanduser(chosen)
-        if folder.startswith("~"):
+        folder = expand_home(chosen)
+        if folder is None:
             raise Fa2genError(f"{variable} is {chosen}, which names no folder: there is no such user, or no home")
         return Path(folder)
-    parent = os.environ.get(base_variable, "")
-    parent = parent if os.path.isabs(parent) else os.path.expanduser(base)
-    return Path(parent, "fa2gen") if os.path.isabs(parent) else None
+    parent: str | None = os.environ.get(base_variable, "")
+    if not parent or not os.path.isabs(parent):
+        parent = expand_home(base)
+    return None if parent is None else Path(parent, "fa2gen")
+
+
+def expand_home(path: str) -> str | None:
+    """The path with the home that ``~`` or ``~user`` at its start stands for; None where there is no such home.
+
+    A user has no home where $HOME is no absolute path: relative, the files would lie wherever a command happens to
+    start; empty, at the root of the file system (``os.path.expanduser`` makes ``/.cache`` of it). Nor has a user whom
+    the system does not know, as in a container that runs under any uid, without $HOME.
+    """
+    if path != "~" and not path.startswith("~/"):
+        folder = os.path.expanduser(path)
+        return None if folder.startswith("~") else folder
+    home = os.environ.get("HOME")
+    if home is None:
+        home = os.path.expanduser("~")
+    return os.path.join(home, path[2:]) if os.path.isabs(home) else None

@@ -34,6 +34,13 @@ class CompileError(Fa2genError):
         super().__init__(message)
         self.log = log
 
+    @property
+    def full_text(self) -> str:
+        """The message, then what the compiler wrote besides the lines that the message quotes."""
+        message = str(self).splitlines()
+        output = [line.rstrip() for line in self.log.splitlines()]
+        return "\n".join(message + [line for line in output if not any(m.endswith(line.strip()) for m in message)])
+
 
 class CacheError(Fa2genError):
     """The kernel cache cannot be used safely (foreign owner, world-writable)."""

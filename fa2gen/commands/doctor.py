@@ -18,7 +18,7 @@ import click
 
 from .. import __version__
 from ..data import data_dir
-from ..errors import Fa2genError, TableError
+from ..errors import Fa2genError
 from .options import json_option
 from .units import count_text, size_text
 
@@ -173,32 +173,30 @@ def _cache() -> Iterator[Check]:
 
 
 def _tables() -> Iterator[Check]:
-    from ..codegen import template_hash
-    from ..tables import load_table
+    from ..tables import scan_tables
     from ..tables.store import search_dirs
+    from ..tuning.regate import check
 
     yield Check("templates", "ok", str(data_dir("templates")))
-    found = False
     for root in search_dirs():
         if root.exists() and not root.is_dir():
             yield Check("tables", "error", f"{root} is not a folder", "set FA2GEN_TABLES_DIR to a folder of your own")
-        for path in sorted(root.glob("*/*.json")):
-            found = True
-            try:
-                table = load_table(path)
-            except TableError as error:
-                yield Check("table", "error", str(error), f"it is passed over; move it away, or tune again: {path}")
-                continue
-            entries = table.entries if table else ()
-            measured = sum(entry.measurement.kind == "measured" for entry in entries)
-            stale = sum(
-                entry.provenance.template_hash != template_hash(entry.spec.kind, entry.config.family)
-                for entry in entries
-            )
-            text = f"{path.parent.name}/{path.name} in {root}: {measured} measured, {len(entries) - measured} predicted"
-            fix = f"fa2gen tune --gpu {path.parent.name} ... makes them anew" if stale else ""
-            yield Check("table", "ok", text + (f", {stale} stale" if stale else ""), fix)
-    if not found:
+    files = scan_tables()
+    statuses = check(files=files)
+    for file in files:
+        path = file.path
+        if file.table is None:
+            fix = f"it is passed over; move it away, or tune again: {path}"
+            yield Check("table", "error", f"{path}: {file.problem}", fix)
+            continue
+        mine = [status for status in statuses if status.file is file]
+        measured = sum(status.entry.measurement.kind == "measured" for status in mine)
+        text = f"{file.gpu}/{path.name} in {file.root}: {measured} measured, {len(mine) - measured} predicted"
+        # As table check counts them: what has passed the gate again, or a usable entry replaces, is not waiting for it.
+        stale = sum(status.state == "stale" for status in mine)
+        fix = f"they are passed over; to gate and use them: fa2gen table check --gpu {file.gpu} --regate"
+        yield Check("table", "ok", text + (f", {stale} stale" if stale else ""), fix if stale else "")
+    if not files:
         yield Check(
             "table", "missing", "no tuned tables", "kernels run with default configs: fa2gen tune --headdim 128"
         )

@@ -12,6 +12,7 @@ import threading
 import warnings
 from pathlib import Path
 
+from ..data import expand_home
 from ..errors import CacheError
 
 _HOW_TO_REPAIR = "repair it, or set FA2GEN_CACHE_DIR to a folder of your own"
@@ -26,7 +27,7 @@ def cache_root() -> Path | None:
     with an image), and nobody else may be able to write to it.
 
     Raises:
-        CacheError: $FA2GEN_CACHE_DIR names a folder that fails that test, or the home of an unknown user.
+        CacheError: $FA2GEN_CACHE_DIR names a folder that fails that test, or a home that there is not.
     """
     explicit = os.environ.get("FA2GEN_CACHE_DIR")
     if explicit:
@@ -35,11 +36,12 @@ def cache_root() -> Path | None:
         if reason is not None:
             raise CacheError(f"FA2GEN_CACHE_DIR is {root}, which {reason}; use a folder of your own with mode 0700")
         return root if _is_there(root) else None
-    base = os.environ.get("XDG_CACHE_HOME", "")
+    base: str | None = os.environ.get("XDG_CACHE_HOME", "")
     # The XDG rules: a relative path is ignored.
-    base = base if os.path.isabs(base) else os.path.expanduser("~/.cache")
-    if not os.path.isabs(base):
-        warn_once(base, "there is no home folder for a cache: kernels are kept in memory only; set FA2GEN_CACHE_DIR")
+    if not base or not os.path.isabs(base):
+        base = expand_home("~/.cache")
+    if base is None:
+        warn_once("home", "there is no home folder for a cache: kernels are kept in memory only; set FA2GEN_CACHE_DIR")
         return None
     root, own = Path(base, "fa2gen"), Path(base, f"fa2gen-{os.geteuid()}")
     reason = _unusable_reason(root)
@@ -53,9 +55,12 @@ def cache_root() -> Path | None:
 
 
 def _explicit_root(text: str) -> Path:
+    folder = expand_home(text)
+    if folder is None:
+        raise CacheError(f"FA2GEN_CACHE_DIR is {text}, which names no folder: there is no such user, or no home")
     try:
-        return Path(text).expanduser().absolute()
-    except (RuntimeError, OSError) as error:  # no such user; no current folder
+        return Path(folder).absolute()
+    except OSError as error:  # no current folder
         raise CacheError(f"FA2GEN_CACHE_DIR is {text}, which names no folder ({error})") from None
 
 

@@ -88,8 +88,8 @@ class _Job:
         return {config: ms for config, ms in times.items() if config not in wrong | self.failed}
 
     def tried(self) -> set[FwdConfig]:
-        """Configs with a time or a failure, of this session and earlier ones; not what the sampler merely proposed."""
-        failures = {config for config, (outcome, _) in self.study.failures().items() if outcome != "infeasible"}
+        """Configs with a time or a standing failure, of any session; not what the sampler merely proposed."""
+        failures = {c for c, (outcome, _) in self.study.standing_failures().items() if outcome != "infeasible"}
         return {*self.study.times(), *self.timings, *self.failed, *failures}
 
     def ranking(self) -> list[FwdConfig]:
@@ -291,7 +291,7 @@ class MeasuredTuning:
         from .measure import MeasureRequest
 
         if isinstance(kernel, CompileError):
-            raise TrialFailure("compile_failed", f"{kernel}\n{kernel.log}".strip())
+            raise TrialFailure("compile_failed", kernel.full_text)
         for outcome, reason in (
             ("spilled", spill_reason(kernel)),
             ("launch_failed", launch_reason(kernel, self._ledger.gpu)),
@@ -322,7 +322,7 @@ class MeasuredTuning:
             start = time.monotonic()
             self._ledger.expect("prove", 1)
             if isinstance(kernel, CompileError):
-                proofs[spec, config] = Verdict("compile_failed", str(kernel))
+                proofs[spec, config] = Verdict("compile_failed", kernel.full_text)
             else:
                 proofs[spec, config] = self._device.gate(GateRequest(kernel, spec, config))
             self._ledger.spent("prove", time.monotonic() - start)

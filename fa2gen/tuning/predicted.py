@@ -137,7 +137,7 @@ def _groups(requests: Sequence[TuneRequest], ledger: Ledger, trials: int) -> lis
 
 def _take_result(group: _Group, config: FwdConfig, result: CompiledKernel | CompileError, ledger: Ledger) -> None:
     if isinstance(result, CompileError):
-        _fail(group, config, "compile_failed", f"{result}\n{result.log}".strip(), ledger)
+        _fail(group, config, "compile_failed", result.full_text, ledger)
     else:
         ledger.count(not result.from_cache, result.from_cache)
         if (reason := spill_reason(result)) is not None:
@@ -186,7 +186,7 @@ def _settle(
                 except CompileError as error:
                     # Of the emulator's compiler; it says nothing of the results, so a later session may try again.
                     proved[config] = None
-                    _fail(group, config, "compile_failed", f"{error}\n{error.log}".strip(), ledger)
+                    _fail(group, config, "compile_failed", error.full_text, ledger)
                 ledger.step("prove", f"{group.spec.slug()} {config.slug()}")
             return proved[config]
 

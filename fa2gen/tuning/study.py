@@ -12,7 +12,7 @@ import hashlib
 import json
 import random
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -130,7 +130,6 @@ class TuningStudy:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self._memory = optuna.create_study(sampler=_sampler(seed))
         self._proposed: dict[FwdConfig, Any] = {}
-        self._synced: set[int] = set()
         sampler = _sampler(seed + 1)
         self._home: Journal | Database
         if storage is None:
@@ -138,6 +137,15 @@ class TuningStudy:
         else:
             self._home = Database(storage, self.name, sampler, resume=resume)
         self._study = self._home.study
+        # Trials of earlier sessions that ended without an answer: see standing_failures. Told by their numbers, since a
+        # trial that was enqueued then may be asked for only now.
+        self._void = {
+            trial.number
+            for trial in self._study.get_trials(deepcopy=False, states=(TrialState.PRUNED,))
+            if trial.user_attrs.get("outcome") == "compile_failed"
+        }
+        # The sampler learns nothing from those.
+        self._synced = set(self._void)
 
     def __enter__(self) -> TuningStudy:
         return self
@@ -161,7 +169,7 @@ class TuningStudy:
         params = params_of(config)
         if any(value not in GRID[name] for name, value in params.items()) or config_of(params) != config:
             return False
-        if config in self.times() or config in self.failures():
+        if config in self.times() or config in self.standing_failures():
             return False
         with _quietly():
             self._study.enqueue_trial(params)
@@ -169,7 +177,7 @@ class TuningStudy:
 
     def ask(self) -> Asked | None:
         """The next config whose outcome is not known; None when the sampler finds no more."""
-        known, failed, running = self.times(), self.failures(), self._running()
+        known, failed, running = self.times(), self.standing_failures(), self._running()
         while True:
             if not self._has_waiting() and not self._propose({*known, *failed, *running}):
                 return None
@@ -188,7 +196,7 @@ class TuningStudy:
             else:
                 self._home.begin(trial)
                 return Asked(config, trial)
-            failed, running = self.failures(), self._running()
+            failed, running = self.standing_failures(), self._running()
 
     def _exclusion(self, config: FwdConfig | None) -> str | None:
         if config is None:
@@ -273,7 +281,7 @@ class TuningStudy:
     def record_failure(self, config: FwdConfig, outcome: str, reason: str) -> None:
         """Adds a config that failed without having been asked for; a known one is left as it is."""
         _require_outcome(outcome)
-        if config not in self.failures():
+        if config not in self.standing_failures():
             self._add(config, TrialState.PRUNED, None, {"outcome": outcome, "reason": reason})
 
     def _add(self, config: FwdConfig, state: TrialState, ms: float | None, attrs: dict[str, Any]) -> None:
@@ -309,10 +317,21 @@ class TuningStudy:
 
     def failures(self) -> dict[FwdConfig, tuple[str, str]]:
         """Configs that cannot be chosen: outcome and reason; not those that were timed after all."""
+        return self._failures(frozenset())
+
+    def standing_failures(self) -> dict[FwdConfig, tuple[str, str]]:
+        """Those of :meth:`failures` that no session need try again: the others failed to compile in an earlier one.
+
+        That can have been the machine's fault (a compiler that was killed, a full disk), so each session asks once
+        more; what the compiler truly refuses costs it the seconds of one compilation.
+        """
+        return self._failures(self._void)
+
+    def _failures(self, void: Set[int]) -> dict[FwdConfig, tuple[str, str]]:
         failures = {}
         for trial in self._study.get_trials(deepcopy=False, states=(TrialState.PRUNED,)):
             config = config_of(trial.params)
-            if config is not None and "outcome" in trial.user_attrs:
+            if config is not None and "outcome" in trial.user_attrs and trial.number not in void:
                 failures[config] = (trial.user_attrs["outcome"], trial.user_attrs.get("reason", ""))
         for trial in self._study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,)):
             config = config_of(trial.params)

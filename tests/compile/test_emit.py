@@ -261,6 +261,33 @@ def test_makefile_finds_nvcc(emitted: Path, tmp_path: Path) -> None:
     assert commands(CUDA_HOME="/opt/cuda").stdout.startswith(f"{tmp_path}/nvcc ")
 
 
+def test_make_needs_no_driver(emitted: Path, tmp_path: Path) -> None:
+    """Where there is no libcuda, make builds the kernels, and make run says what is missing."""
+    out = tmp_path / "out"
+    shutil.copytree(emitted, out)
+    nvcc, cxx = tmp_path / "nvcc", tmp_path / "cxx"
+    nvcc.write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done; echo cubin > "$2"\n')
+    # A compiler that finds nothing but the library that is named.
+    cxx.write_text('#!/bin/sh\ncase " $* " in *" $FOUND "*) ;; *) echo cannot find >&2; exit 1; esac\n')
+    for program in (nvcc, cxx):
+        program.chmod(0o755)
+
+    def make(*arguments: str, found: str = "-lnothing") -> subprocess.CompletedProcess[str]:
+        command = ["make", *arguments, f"NVCC={nvcc}", f"CXX={cxx}", "CUDA_HOME=/cuda"]
+        environment = os.environ | {"FOUND": found}
+        return subprocess.run(command, cwd=out, env=environment, capture_output=True, text=True, check=False)
+
+    done = make()
+    assert (done.returncode, done.stderr) == (0, "")
+    assert {path.stem for path in out.glob("*.cubin")} == {path.stem for path in out.glob("*.cu")}
+    lost = make("run")
+    assert lost.returncode != 0
+    assert "libcuda was not found, which comes with the NVIDIA driver" in lost.stderr
+    assert make("attention", found="-lcuda").stdout.rstrip().endswith("-L/cuda/lib/stubs -lcuda")
+    # All that some drivers install.
+    assert make("attention", found="-l:libcuda.so.1").stdout.rstrip().endswith(" -l:libcuda.so.1")
+
+
 def test_example_is_formatted(emitted: Path) -> None:
     # Beside this interpreter, whose environment need not be the shell's.
     folders = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))

@@ -70,7 +70,7 @@ def test_example_of_other_configs_is_right(
 def _assert_right(out: Path, sizes: tuple[int, ...], tmp_path: Path) -> None:
     gpu = gpu_at_hand()
     assert gpu is not None
-    build = ["make", "-j4", "-C", str(out), f"NVCC={find_nvcc().path}", f"ARCH={gpu.target}"]
+    build = ["make", "-j4", "-C", str(out), "all", "attention", f"NVCC={find_nvcc().path}", f"ARCH={gpu.target}"]
     subprocess.run([*build, f"LDFLAGS=-L{_libcuda_folder(tmp_path)}"], check=True, timeout=300)
     done = subprocess.run(
         ["./attention", *map(str, sizes)], cwd=out, capture_output=True, text=True, timeout=300, check=False

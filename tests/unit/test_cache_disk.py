@@ -242,13 +242,17 @@ def test_xdg_folder_is_the_default(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             assert cache_root() == tmp_path / "home" / ".cache" / "fa2gen"
 
 
-def test_relative_home_is_no_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("home", ["here", ""])
+def test_a_home_that_is_no_absolute_path_is_none(home: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FA2GEN_CACHE_DIR", raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setenv("HOME", "here")
+    monkeypatch.setenv("HOME", home)
     monkeypatch.chdir(tmp_path)
     with pytest.warns(RuntimeWarning, match="no home folder.*FA2GEN_CACHE_DIR"):
         assert cache_root() is None
+    monkeypatch.setenv("FA2GEN_CACHE_DIR", "~/cache")
+    with pytest.raises(CacheError, match=r"FA2GEN_CACHE_DIR is ~/cache, which names no folder: .* no home"):
+        cache_root()
     assert not list(tmp_path.iterdir())
 
 

@@ -24,3 +24,16 @@ def test_errors_survive_pickling(error: errors.Fa2genError) -> None:
 
 def test_an_emulator_error_reads_as_name_and_message() -> None:
     assert str(errors.EmulatorError("deadlock", "nobody can go on")) == "deadlock: nobody can go on"
+
+
+@pytest.mark.parametrize(
+    ("message", "log", "text"),
+    [
+        ("nvcc 13.0.88 failed: fatal : boom", "  fatal : boom\n", "nvcc 13.0.88 failed: fatal : boom"),
+        ("nvcc failed: a error: b", "note c\n\na error: b \n  d\n", "nvcc failed: a error: b\nnote c\n  d"),
+        ("nvcc failed: b", "ab", "nvcc failed: b\nab"),
+        ("nvcc failed: no output", "", "nvcc failed: no output"),
+    ],
+)
+def test_a_compilers_words_are_said_once(message: str, log: str, text: str) -> None:
+    assert errors.CompileError(message, log).full_text == text

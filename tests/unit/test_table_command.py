@@ -263,3 +263,21 @@ def test_wrong_usage_is_one_line() -> None:
         assert result.exit_code == code
         assert result.stderr.count("\n") == 1
         assert result.stderr.startswith("error: ")
+
+
+def test_doctors_advice_for_stale_entries_can_be_run(
+    folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def checks() -> list[tuple[str, str]]:
+        report = json.loads(CliRunner().invoke(main, ["doctor", "--json"]).stdout)
+        return [(check["detail"].partition(" in ")[2], check["fix"]) for check in report if check["name"] == "table"]
+
+    user, package = folders
+    save_entries(GPU, [entry(template="old"), entry(KernelSpec(causal=True), template=TODAY)], root=package)
+    ((detail, fix),) = checks()
+    assert detail == f"{package}: 0 measured, 2 predicted, 1 stale"
+    monkeypatch.setattr(regate_module, "Tools", lambda: FakeRooms(template=TODAY).tools())
+    _, _, advice = fix.partition(": fa2gen ")
+    assert CliRunner().invoke(main, advice.split()).exit_code == 0
+    # What was to be done is done.
+    assert checks() == [(f"{user}: 0 measured, 1 predicted", ""), (f"{package}: 0 measured, 2 predicted", "")]

@@ -12,7 +12,7 @@ import warnings
 
 import pytest
 
-from fa2gen.errors import Fa2genError, TableError
+from fa2gen.errors import Fa2genError, StudyError, TableError
 from fa2gen.hardware import get_gpu
 from fa2gen.problem import Problem
 from fa2gen.spec import KernelSpec
@@ -31,6 +31,7 @@ from fa2gen.tables import (
 )
 from fa2gen.tables.locks import locked
 from fa2gen.tables.store import cached_table, search_dirs
+from fa2gen.tuning.study import state_dir
 from tests.tuning_fakes import entry, table
 
 GPU = get_gpu("a100")
@@ -45,10 +46,14 @@ def test_the_user_folder_follows_the_environment(monkeypatch, tmp_path):
     assert (package_dir() / "__init__.py").exists()
 
 
-def test_the_user_may_have_no_home(monkeypatch, tmp_path):
+@pytest.mark.parametrize("home", [None, "", "relative"])
+def test_the_user_may_have_no_home(home, monkeypatch, tmp_path):
     """A container that runs under a uid of which it knows nothing: look-ups read the package's tables."""
     monkeypatch.delenv("FA2GEN_TABLES_DIR", raising=False)
-    monkeypatch.delenv("HOME", raising=False)
+    if home is None:
+        monkeypatch.delenv("HOME", raising=False)
+    else:
+        monkeypatch.setenv("HOME", home)
     monkeypatch.setenv("XDG_DATA_HOME", "relative/is/ignored")
     monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
     assert search_dirs() == (package_dir(),)
@@ -56,9 +61,23 @@ def test_the_user_may_have_no_home(monkeypatch, tmp_path):
     for call in (user_dir, lambda: require_writable(GPU, ["fwd"]), lambda: save_entries(GPU, [entry()])):
         with pytest.raises(TableError, match="no home folder for tuned tables: set FA2GEN_TABLES_DIR"):
             call()
-    monkeypatch.setenv("FA2GEN_TABLES_DIR", "~nobody-of-this-name/tables")
-    with pytest.raises(Fa2genError, match="FA2GEN_TABLES_DIR is ~nobody-of-this-name/tables, which names no folder"):
-        search_dirs()
+    monkeypatch.delenv("FA2GEN_STATE_DIR", raising=False)
+    monkeypatch.setenv("XDG_STATE_HOME", "")
+    with pytest.raises(StudyError, match="no home folder for studies: set FA2GEN_STATE_DIR"):
+        state_dir()
+    for folder in ("~nobody-of-this-name/tables", "~/tables", "~"):
+        monkeypatch.setenv("FA2GEN_TABLES_DIR", folder)
+        with pytest.raises(Fa2genError, match=f"FA2GEN_TABLES_DIR is {folder}, which names no folder"):
+            search_dirs()
+
+
+@pytest.mark.parametrize(("home", "folder"), [("/", "/tables"), ("/root/", "/root/tables")])
+def test_a_tilde_is_the_home(home, folder, monkeypatch):
+    monkeypatch.setenv("HOME", home)
+    monkeypatch.setenv("FA2GEN_TABLES_DIR", "~/tables")
+    assert str(user_dir()) == folder
+    monkeypatch.setenv("FA2GEN_TABLES_DIR", "~root/tables")
+    assert str(user_dir()) == os.path.expanduser("~root/tables")
 
 
 def test_a_save_is_read_back(tmp_path):

@@ -326,6 +326,57 @@ def test_a_compiler_that_fails_in_a_proof_costs_that_config_alone(tmp_path):
     assert report.entries[0].config not in broken
 
 
+@pytest.mark.parametrize("measured", [True, False])
+def test_the_compilers_words_are_reported_once(measured, tmp_path):
+    rooms = FakeRooms(device=DEVICE)
+    tools = rooms.tools()
+
+    def compile_many(jobs, on_done):
+        for index in range(len(jobs)):
+            on_done(index, CompileError("nvcc 13.0.88 failed: fatal : boom", "nvcc: line 1\nfatal : boom\n"))
+
+    object.__setattr__(tools, "compile_many", compile_many)
+    report = tune([REQUEST], H200, out=tmp_path / "tables", tools=tools, measured=measured, trials=2)
+    assert {failure.reason for failure in report.failures} == {"nvcc 13.0.88 failed: fatal : boom\nnvcc: line 1"}
+
+
+def test_what_did_not_compile_is_tried_again_in_the_next_session(tmp_path):
+    """The compiler may have been killed for memory; what the gate or the GPU said of a config stands."""
+    rooms = FakeRooms(device=DEVICE)
+    asked = []
+    with study_of(REQUEST, rooms) as study:
+        for outcome in ("compile_failed", "compile_failed", "compile_failed", "wrong", "timeout"):
+            asked.append(study.ask())
+            study.fail(asked[-1], outcome, "why")
+            assert not study.enqueue(asked[-1].config), "once a session is enough"
+        study.abandon(left := study.ask())
+        study.enqueue(left.config)  # this trial waits for the next session
+    with study_of(REQUEST, rooms) as study:
+        assert len([row for row in study.failures().values() if row[0] == "compile_failed"]) == 3, "still on record"
+        assert [study.enqueue(trial.config) for trial in asked] == [True, True, True, False, False]
+        again = [study.ask() for _ in range(4)]
+        assert [trial.config for trial in again] == [left.config, *(trial.config for trial in asked[:3])]
+        study.fail(again[0], "compile_failed", "its trial is of the session before")
+        study.fail(again[1], "compile_failed", "once more")
+        study.complete(again[2], 1.0)
+        study.fail(again[3], "wrong", "row 3")
+        assert not any(study.enqueue(trial.config) for trial in again)
+        assert study.failures()[asked[0].config] == ("compile_failed", "once more")
+    with study_of(REQUEST, rooms) as study:
+        assert [study.enqueue(trial.config) for trial in again] == [True, True, False, False]
+
+
+def test_a_measured_session_times_what_a_broken_compiler_refused(tmp_path):
+    rooms = FakeRooms(device=DEVICE)
+    rooms.refused = lambda config: True
+    assert run(rooms, tmp_path, trials=6).entries == ()
+    refused = {config for _, config in rooms.compiled}
+    later = FakeRooms(device=DEVICE)
+    (found,) = run(later, tmp_path, trials=6).entries
+    assert len(refused & set(later.worker.measured)) >= 4, "the model's favourites among them"
+    assert found.provenance.trials == found.provenance.feasible == len(later.worker.measured)
+
+
 def test_an_error_in_one_proof_loses_no_other():
     """A disk that fills up, say: what the others proved is saved before the session ends."""
 
