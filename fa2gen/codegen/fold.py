@@ -363,19 +363,20 @@ def fold(code: Code, known: Mapping[str, Constant]) -> str:
     """
     text = _Folder(code, known).run()
     while text != code.text:
-        text = _tidied(without_leftovers(read_code(text)))
+        text = tidied(without_leftovers(read_code(text)))
         code = read_code(text)
         text = _Folder(code, known).run()
     return text
 
 
-def _tidied(text: str) -> str:
+def tidied(text: str) -> str:
     """As clang-format would leave it: blank lines, short functions and assignments on one line."""
     text = re.sub(r"\n[ \t]+(?=\n)", "\n", text)
     text = re.sub(r"\n{3,}", "\n\n", text)
     text = re.sub(r"\{\n\n", "{\n", re.sub(r"\n\n( *\})", r"\n\1", text))
     text = re.sub(r"^(.* =)\n +(.*)$", _joined, text, flags=re.MULTILINE)
-    return re.sub(r"^(\w[^\n/]*\) \{)\n  ([^\n/{}]*;)\n(\})\Z", _joined, text, flags=re.MULTILINE)
+    # Not below a line of its own for `template <...>`: there clang-format joins nothing.
+    return re.sub(r"(?<!>\n)^(\w[^\n/]*\) \{)\n  ([^\n/{}]*;)\n(\})\Z", _joined, text, flags=re.MULTILINE)
 
 
 def _joined(match: re.Match[str]) -> str:

@@ -47,6 +47,9 @@ def _declarations(code: Code) -> list[tuple[int, int, int]]:
 
 def _without_unread_values(code: Code) -> str:
     """Cuts declarations of values that nobody reads and whose computing does nothing else."""
+    for name, end in _uninitialised(code):
+        if code.words.count(code.words[name]) == 1:
+            return _cut_declaration(code.text, code.starts[name], code.ends[end])
     for name, first, end in _declarations(code):
         if code.words.count(code.words[name]) > 1:
             continue
@@ -58,6 +61,20 @@ def _without_unread_values(code: Code) -> str:
         if not calls and not any(code.kinds[i] in ("string", "directive") for i in range(first, end)):
             return _cut_declaration(code.text, code.starts[name], code.ends[end])
     return code.text
+
+
+def _uninitialised(code: Code) -> list[tuple[int, int]]:
+    """Local ``type name[n];`` inside a function: index of the name and of the ``;``."""
+    found = []
+    is_function = "(" in code.words and code.word(code.skip_comments(0)) not in ("struct", "union")
+    for index, word in enumerate(code.words if is_function else ()):
+        if word in _VALUE_TYPES and code.word(index - 1) in (";", "{", "}") and code.word(index + 2) in ("[", ";"):
+            end = index + 2
+            while code.word(end) == "[":
+                end = code.after(end)
+            if code.word(end) == ";":
+                found.append((index + 1, end))
+    return found
 
 
 def _cut_declaration(text: str, start: int, end: int) -> str:

@@ -14,12 +14,15 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from .evaluate import Constant, evaluate
-from .fold import fold, mentioned_constants
+from .fold import fold, mentioned_constants, tidied
+from .leftovers import without_leftovers
 from .lexer import Code, TemplateError, read_code
+from .parameters import unread_parameters, without_parameters
 
 _ATTRIBUTES = ("alignas", "__align__", "__attribute__", "__launch_bounds__")
 _TYPES = ("struct", "class", "union")
@@ -277,11 +280,12 @@ def _reached(items: Sequence[Item]) -> set[Item]:
     return reached
 
 
-def prune(parts: Sequence[str]) -> list[str]:
-    """Leaves out what no ``__global__`` function of the text reaches.
+def prune(parts: Sequence[str], *, fixed: int = 0) -> list[str]:
+    """Leaves out what no ``__global__`` function of the text reaches, and what nobody reads of what it does.
 
     Args:
         parts: The text in order, cut where a new subject begins: a part's first heading stands over all of it.
+        fixed: So many leading parts keep their signatures: the emulator has twins of them.
 
     Returns:
         The parts in the same order, each empty or with one newline at its end.
@@ -290,28 +294,87 @@ def prune(parts: Sequence[str]) -> list[str]:
         TemplateError: The text holds something that this module does not understand; nothing passes unpruned.
     """
     parsed = _fold_all([parse(part) for part in parts])
-    reached = _reached([item for part in parsed for item in part])
-    return _without_unread_fields([_text(part, reached) for part in parsed])
+    while True:
+        reached = _reached([item for part in parsed for item in part])
+        kept = _without_unread(parsed, reached, fixed)
+        if kept == parsed:
+            return [_text(part, reached) for part in parsed]
+        parsed = kept
 
 
-def _without_unread_fields(parts: Sequence[str]) -> list[str]:
-    """Leaves out fields of structs that no ``x.field`` names; those that a line declares by itself.
+def _without_unread(parts: list[list[Item]], reached: set[Item], fixed: int) -> list[list[Item]]:
+    """Items without parameters and fields that no item which is reached reads; the same items where nothing goes.
 
-    The kernel's parameters stay whole: the host packs them. So do structs with a function or an initialiser.
+    The kernel's parameters stay whole: the host packs them.
     """
-    read = {name for part in parts for name in re.findall(r"(?:\.|->)\s*(\w+)", part)}
-    parameters = {name for part in parts for name in re.findall(r"__grid_constant__ (\w+)", part)}
+    # What goes from one signature may be all that another one was for.
+    while True:
+        own = [item for part in parts[fixed:] for item in part if item in reached]
+        unread = unread_parameters([item.code for item in own])
+        read = frozenset().union(*(_fields(item) for item in own))
+        packed = {word for item in own if item.kind == "kernel" for word in _packed(item)}
+        after = {item: _without(item, *rest) for item in own if (rest := _unread_in(item, unread, read, packed))}
+        if all(item is kept for item, kept in after.items()):
+            return parts
+        parts = [[after.get(item, item) for item in part] for part in parts]
+        reached = reached.union(after.values())
+
+
+def _unread_in(
+    item: Item, unread: Mapping[str, frozenset[int]], read: frozenset[str], packed: Collection[str]
+) -> tuple[tuple[tuple[str, frozenset[int]], ...], frozenset[str] | None] | None:
+    """What :func:`_without` may find in an item; None: nothing."""
+    words = _words(item)
+    mine = tuple((name, positions) for name, positions in unread.items() if name in words)
+    is_struct = "struct" in words and not any(name in packed for name in item.names)
+    return (mine, read & words if is_struct else None) if mine or is_struct else None
+
+
+@functools.lru_cache(maxsize=4096)
+def _words(item: Item) -> frozenset[str]:
+    return frozenset(item.code.words)
+
+
+@functools.lru_cache(maxsize=4096)
+def _fields(item: Item) -> frozenset[str]:
+    """What an item reads or writes as ``x.field``."""
+    return frozenset(word for before, word in pairwise(item.code.words) if before in (".", "->"))
+
+
+def _packed(item: Item) -> list[str]:
+    """The type of a kernel's parameter."""
+    return [word for before, word in pairwise(item.code.words) if before == "__grid_constant__"]
+
+
+@functools.lru_cache(maxsize=4096)
+def _without(item: Item, unread: tuple[tuple[str, frozenset[int]], ...], read: frozenset[str] | None) -> Item:
+    """An item without these parameters and, where ``read`` is given, without the fields that are not in it."""
+    text = without_parameters(item.code, dict(unread))
+    if text != item.code.text:
+        text = tidied(without_leftovers(read_code(text)))
+    if read is not None:
+        text = _without_unread_fields(text, read)
+    return item if text == item.code.text else _item(read_code(text), item.spaced, False)
+
+
+_STRUCT = re.compile(r"^struct (?P<name>\w+) \{\n(?P<fields>(?:  .*\n)+)\};", re.MULTILINE)
+
+
+def _without_unread_fields(text: str, read: Collection[str]) -> str:
+    """Leaves out fields of a struct that no ``x.field`` names; those that a line declares by itself.
+
+    Structs with a function or an initialiser stay whole.
+    """
 
     def whole(match: re.Match[str]) -> str:
-        if match["name"] in parameters or re.search(r"[({=]", re.sub(r"//.*", "", match["fields"])):
+        if re.search(r"[({=]", re.sub(r"//.*", "", match["fields"])):
             return match.group()
         lines = match["fields"].splitlines(keepends=True)
         fields = [re.fullmatch(r"  [^,;/]*?(\w+)(?:\[[^;]*)?;.*\n", line) for line in lines]
         kept = [line for line, field in zip(lines, fields, strict=True) if field is None or field[1] in read]
-        return f"struct {match['name']} {{\n{''.join(kept)}}};\n" if kept else match.group()
+        return f"struct {match['name']} {{\n{''.join(kept)}}};" if kept else match.group()
 
-    struct = re.compile(r"^struct (?P<name>\w+) \{\n(?P<fields>(?:  .*\n)+)\};\n", re.MULTILINE)
-    return [struct.sub(whole, part) for part in parts]
+    return _STRUCT.sub(whole, text)
 
 
 def _text(part: Sequence[Item], reached: set[Item]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 _COLUMNS = 120
-_IF = re.compile(r"( *)(?:\} else )?if \(.*\)")
+_IF = re.compile(r"( *)(?:\} else )?if (?:constexpr )?\(.*\)")
 
 
 def rejoin(text: str) -> str:

@@ -157,7 +157,7 @@ def render_kernel(spec: KernelSpec, config: FwdConfig, platform: str = "cuda") -
         raise ArgumentError(f"platform must be one of {', '.join(PLATFORMS)}, got {platform!r}")
     entry = entry_name(spec, config)
     headers = platform_headers(config.family)
-    parts = prune(full_parts(spec, config))
+    parts = prune(full_parts(spec, config), fixed=len(headers))
     body = _named(rejoin(join_parts(parts[len(headers) :])), entry)
     if platform == "cuda":
         text = join_parts((head_comment(spec, config), *parts[: len(headers)], body))

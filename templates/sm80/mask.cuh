@@ -3,7 +3,7 @@
 // Query i sees key j iff j < seqlen_k and, with causal attention, j <= i + diagonal, diagonal = seqlen_k - seqlen_q:
 // the last query sees the last key (aligned bottom-right).
 
-// Sets the scores of invisible keys to -inf. `row` and `column` are the row and key of the warp's first score.
+// Sets the scores of invisible keys to -inf. `column` is the key of the warp's first score. `row` is its row.
 FUNC void mask_scores(ScoreTile& acc_s, int row, int column, int seqlen_k, int diagonal) {
   const int lane = threadIdx.x % 32;
 #pragma unroll

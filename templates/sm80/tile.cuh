@@ -38,7 +38,7 @@ FUNC u32 lane_column_pairs(u32 tile) {
   return tile + swizzled(lane % 8 + lane / 16 * 8, lane / 8 % 2);
 }
 
-// Copies one 16-byte chunk of a row (8 elements from column chunk * 8) to shared memory; columns from kHeadDim on and
+// Copies one 16-byte chunk (8 elements) of a row to shared memory; columns from kHeadDim on and
 // rows that are not valid become zero, and their address is not read. A chunk that no product reads is left alone.
 FUNC void load_chunk(u32 destination, gptr<const Element> source, int chunk, bool valid) {
   if constexpr (kHeadDim < kHeadDimPadded) {
