@@ -16,7 +16,7 @@ from fa2gen.constraints import default_config
 from fa2gen.errors import CompileError
 from fa2gen.problem import Bucket, Problem
 from fa2gen.spec import FwdConfig, KernelSpec
-from fa2gen.tables import Clocks, Incumbent, Measurement, Provenance, TunedEntry, utc_now
+from fa2gen.tables import Incumbent, Measurement, Provenance, TunedEntry, utc_now
 
 from .defaults import MEASURED_TRIALS
 from .device import MeasuringDevice, Verdict
@@ -24,7 +24,7 @@ from .report import Ledger, TuneRequest
 from .shortlist import code_digest, launch_reason, neighbours, shortlist, spill_reason
 from .space import legal_space
 from .study import Asked, TuningStudy
-from .timing import METHOD, Timing
+from .timing import METHOD, Timing, stored_timing
 from .tools import Tools
 from .winner import MAX_RELATIVES, find_incumbent, find_relatives, ranking
 from .worker import TrialFailure
@@ -360,7 +360,7 @@ class MeasuredTuning:
                 return
 
     def _entry(self, job: _Job, config: FwdConfig, numerics: str) -> TunedEntry:
-        timing = job.timings.get(config) or _stored(job.study, config)
+        timing = job.timings.get(config) or stored_timing(job.study.times()[config], job.study.attrs(config))
         incumbent = job.timings.get(job.incumbent) if job.incumbent is not None else None
         return TunedEntry(
             spec=job.request.spec,
@@ -388,17 +388,3 @@ class MeasuredTuning:
                 incumbent=Incumbent(job.incumbent, incumbent.ms) if job.incumbent and incumbent else None,
             ),
         )
-
-
-def _stored(study: TuningStudy, config: FwdConfig) -> Timing:
-    """A time of an earlier session."""
-    attrs = study.attrs(config)
-    clocks = attrs.get("clocks")
-    return Timing(
-        study.times()[config],
-        attrs["p20"],
-        attrs["p80"],
-        attrs["n"],
-        clocks=None if clocks is None else Clocks(**{**clocks, "throttle": tuple(clocks["throttle"])}),
-        unsettled=attrs.get("unsettled", ""),
-    )

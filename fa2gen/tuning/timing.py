@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from fa2gen.driver.clocks import SLOWDOWNS
 from fa2gen.tables import Clocks
@@ -43,6 +43,19 @@ class Timing:
     def spread(self) -> float:
         """(p80 - p20) / median."""
         return (self.p80 - self.p20) / self.ms
+
+
+def stored_timing(ms: float, attrs: Mapping[str, Any]) -> Timing:
+    """A time of an earlier session, from what its study holds."""
+    clocks = attrs.get("clocks")
+    return Timing(
+        ms,
+        attrs["p20"],
+        attrs["p80"],
+        attrs["n"],
+        clocks=None if clocks is None else Clocks(**{**clocks, "throttle": tuple(clocks["throttle"])}),
+        unsettled=attrs.get("unsettled", ""),
+    )
 
 
 class Timed(Protocol):

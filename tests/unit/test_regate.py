@@ -71,7 +71,7 @@ def test_an_edit_stales_the_kernels_made_from_that_file_only(templates: Path) ->
     assert before["sm80"] != before["sm99"]
     for name in {name for family in ("sm80", "sm99") for name in manifest.manifest("fwd", family)}:
         text = (templates / name).read_text()
-        (templates / name).write_text(text + "// edited\n")
+        (templates / name).write_text(text + "int edited;\n")
         after = _hashes()
         edited = {family for family in before if name in manifest.manifest("fwd", family)}
         assert {family for family in before if after[family] != before[family]} == edited
@@ -85,7 +85,7 @@ def test_an_edit_to_another_family_leaves_entries_current(templates: Path, tmp_p
     _hashes()
     save_entries(GPU, [entry(template=manifest.template_hash("fwd", "sm80"))], root=tmp_path)
     for name, state in (("sm99/tile.cuh", "current"), ("sm80/tile.cuh", "stale")):
-        (templates / name).write_text((templates / name).read_text() + "// edited\n")
+        (templates / name).write_text((templates / name).read_text() + "int edited;\n")
         _hashes()
         (status,) = check(GPU, roots=[tmp_path], template_hash=manifest.template_hash)
         assert status.state == state

@@ -11,11 +11,11 @@ from fa2gen.driver import DeviceInfo
 from fa2gen.hardware import get_gpu
 from fa2gen.spec import FwdConfig, KernelSpec
 from fa2gen.tables import Clocks, load_table, save_entries, table_path
-from fa2gen.tuning.measured import _stored, objective
+from fa2gen.tuning.measured import objective
 from fa2gen.tuning.session import tune
 from fa2gen.tuning.space import legal_space
 from fa2gen.tuning.study import TuningStudy
-from fa2gen.tuning.timing import Timing
+from fa2gen.tuning.timing import Timing, stored_timing
 from fa2gen.tuning.tools import Tools
 from fa2gen.tuning.winner import find_incumbent, find_relatives, ranking
 from fa2gen.tuning.worker import TrialFailure
@@ -217,6 +217,6 @@ def test_clocks_and_doubts_are_kept_with_the_entry(h200, tmp_path):
     space = legal_space(SPEC, H200)
     key = objective(request_for().problem, h200.tools())
     with TuningStudy(H200, SPEC, BUCKET, template_hash="t", space=space, objective=key) as study:
-        kept = [_stored(study, config) for config in study.times()]
+        kept = [stored_timing(ms, study.attrs(config)) for config, ms in study.times().items()]
     assert len(kept) >= 2
     assert set(kept) == {Timing(1.0, 0.8, 1.1, 9, clocks=clocks, unsettled="p20 to p80 spread of 30%")}
