@@ -68,6 +68,7 @@ def test_bad_kernels_are_contained_and_named(tmp_path, monkeypatch):
     configs += [dataclasses.replace(good, num_stages=3), dataclasses.replace(good, block_m=128, num_warps=4)]
     configs += [dataclasses.replace(good, block_m=128, num_warps=8), dataclasses.replace(good, num_stages=1)]
     monkeypatch.setattr(measured, "shortlist", lambda *_: configs)
+    monkeypatch.setattr(measured, "find_relatives", lambda *_: ())
     report = tune([request], gpu, out=tmp_path / "tables", trials=len(configs), tools=Tools(render=sabotaged))
     outcomes = {failure.config: failure.outcome for failure in report.failures}
     assert outcomes[configs[1]] == "launch_failed", report.failures
