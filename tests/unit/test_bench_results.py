@@ -48,3 +48,31 @@ def test_readme_s_figures() -> None:
         f"({cudnn.worst:.2f} in the worst cell)",
     ):
         assert text in README, f"README lacks: {text}"
+
+
+def test_readme_s_figures_of_fp16() -> None:
+    fa2, _ = summarise(read(ROOT / "benchmarks" / "results" / "h200_forward_fp16.json").rows, ["fa2", "cudnn"])
+    assert f"fp16, with tables of its own: {fa2.geomean:.2f} ×, {fa2.worst:.2f} in the worst cell" in README
+
+
+def test_readme_s_figures_of_the_host() -> None:
+    def us(name: str) -> list[float]:
+        outcomes = [row.outcomes[name] for row in host]
+        return [outcome.median for outcome in outcomes if isinstance(outcome, Timing)]
+
+    host = read(ROOT / "benchmarks" / "results" / "h200_forward_bf16.json").host
+    assert [row.stream for row in host] == ["default", "side"]
+    (own, own_side), (other, other_side) = us(OWN), us("fa2")
+    text = f"{own:.1f} µs on the default stream and {own_side:.1f} µs on another, where SDPA takes {other:.1f} and"
+    assert f"{text} {other_side:.1f} µs" in README
+
+
+def test_readme_s_figures_of_repairs() -> None:
+    rows = read(ROOT / "benchmarks" / "results" / "h200_repairs_bf16.json").rows
+    every, some, none = (
+        " and ".join(f"{row.ratio('online'):.2f}" for row in rows if row.cell.data == data)
+        for data in ("repair-all", "repair-1pct", "normal")
+    )
+    assert f"is computed again runs at {every} × the same config" in README
+    assert f"one in a hundred is at {some} ×" in README
+    assert f"nothing is repeated, and it is {none} ×" in README
