@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import shutil
 import signal
 import subprocess
 from collections.abc import Sequence
@@ -12,6 +14,8 @@ from pathlib import Path
 # Its standard input is a pipe that nobody writes to: it ends when this process does, however that ends. Asking Linux
 # for a signal at the parent's death (PR_SET_PDEATHSIG) would reach the driver alone, and not what it has started.
 _WATCH = 'read -r _; kill -s KILL -- "-$1"'
+# The program itself begins when its watcher is there: if this process is killed before, this shell reads no line.
+_HOLD = 'read -r _ && exec "$@" </dev/null'
 
 
 class Child:
@@ -29,11 +33,13 @@ class Child:
     """
 
     def __init__(self, command: Sequence[str], folder: Path) -> None:
+        if shutil.which(command[0]) is None:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), command[0])
         self._process = subprocess.Popen(
-            command,
+            ["/bin/sh", "-c", _HOLD, "sh", *command],
             cwd=folder,
             env={**os.environ, "TMPDIR": str(folder)},
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -42,7 +48,7 @@ class Child:
         )
         self.group = self._process.pid
         self._watcher: subprocess.Popen[bytes] | None = None
-        with contextlib.suppress(OSError):  # no shell, no more processes: the compiler is there all the same
+        with contextlib.suppress(OSError):  # no more processes: the compiler is there all the same
             self._watcher = subprocess.Popen(
                 ["/bin/sh", "-c", _WATCH, "sh", str(self.group)],
                 stdin=subprocess.PIPE,
@@ -50,6 +56,10 @@ class Child:
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,
             )
+        begin, self._process.stdin = self._process.stdin, None
+        assert begin is not None
+        with contextlib.suppress(BrokenPipeError), begin:  # it was ended from outside: finish() tells
+            begin.write("\n")
 
     def finish(self, seconds: float) -> tuple[int, str]:
         """Waits for its end: exit status, and everything it wrote.

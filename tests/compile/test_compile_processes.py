@@ -154,6 +154,31 @@ def members(group: int) -> list[str]:
     return found
 
 
+_KILLED_BETWEEN = """
+import os, signal, subprocess, sys
+from pathlib import Path
+from fa2gen.compile.children import Child
+start, started = subprocess.Popen, []
+def popen(*args, **options):
+    if started:
+        os.kill(os.getpid(), signal.SIGKILL)
+    started.append(start(*args, **options))
+    return started[0]
+subprocess.Popen = popen
+Child([sys.argv[1]], Path.cwd())
+"""
+
+
+def test_no_compiler_runs_without_its_watcher(tmp_path: Path) -> None:
+    script = tmp_path / "compiler"
+    script.write_text(f"#!/bin/sh\necho > {tmp_path}/ran\n")
+    script.chmod(0o755)
+    done = subprocess.run([sys.executable, "-c", _KILLED_BETWEEN, str(script)], cwd=tmp_path, check=False)
+    assert done.returncode == -signal.SIGKILL
+    time.sleep(0.3)
+    assert not (tmp_path / "ran").exists()
+
+
 def test_a_compiler_that_starts_others_ends_with_them(tmp_path: Path) -> None:
     script = tmp_path / "compiler"
     script.write_text("#!/bin/sh\necho started\nsleep 600 &\nwait\n")

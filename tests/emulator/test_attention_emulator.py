@@ -42,7 +42,7 @@ def test_copies_views_and_scales() -> None:
     out, lse = attention(q, transposed, permuted, softmax_scale=-0.2, return_lse=True, backend="emulator")
     assert check_forward(out, lse, q, k, v, causal=False, softmax_scale=-0.2).passed
     unaligned = torch.zeros(k.numel() + 1).bfloat16()[1:].view(k.shape).copy_(k)
-    for rows, alignment in ((q, 2), (q.expand(-1, -1, 2, -1).repeat(1, 2, 2, 1), 16)):
+    for rows, alignment in ((q, 2), (q.expand(-1, -1, 2, -1).repeat(1, 8, 2, 1), 16)):
         assert describe(rows, unaligned, v, backend="emulator").spec.alignment == alignment
         out, lse = attention(rows, unaligned, v, return_lse=True, backend="emulator")
         assert check_forward(out, lse, rows, k, v, causal=False).passed

@@ -161,7 +161,7 @@ MUTATIONS = {
         {NUMBERS},
     ),
     "a repair keeps the weights that failed": (
-        "still in shared memory.\n      gemm_qk(acc_s, warp.frag_q, warp.lane_q, warp.lane_k + offset);",
+        "still in shared memory.\n      gemm_qk(acc_s, warp.lane_q, warp.lane_k + offset);",
         "still in shared memory.",
         {NUMBERS},
     ),
