@@ -65,7 +65,7 @@ def _finite(_ctx: click.Context, _param: click.Parameter, value: float | None) -
     type=click.IntRange(min=0),
     metavar="N",
     help="Configs to try: measured, for each kernel and size [default: 30]; predicted, to compile for each kernel"
-    " [default: 24]. The default config and the one in the tables are tried besides; 0: those alone.",
+    " [default: 12]. The default config and the one in the tables are tried besides; 0: those alone.",
 )
 @click.option(
     "--timeout",

@@ -45,7 +45,7 @@ def tune(
         gpu: The GPU to tune for.
         out: Folder of tables to write to; default the user's.
         trials: Measured: configs to time for each request (default 30), besides the default config and the one that the
-            tables hold, which are timed in any case. Predicted: configs to compile for each spec (default 24).
+            tables hold, which are timed in any case. Predicted: configs to compile for each spec (default 12).
             0: none besides those.
         timeout: Seconds for the whole session.
         resume: Go on with the studies of an earlier session; False puts them aside.
