@@ -63,12 +63,13 @@ def _entry(kind: str, family: str) -> tuple[str, tuple[str, ...]]:
     return _BODIES[kind, family]
 
 
-_STRING_OR_COMMENT = re.compile(r'"(?:[^"\\\n]|\\.)*"|//[^\n]*|/\*.*?\*/', re.DOTALL)
+# Of these only comments go. `//` in an expression of the template divides.
+_STRING_OR_COMMENT = re.compile(r'"(?:[^"\\\n]|\\.)*"|\{\{.*?\}\}|//[^\n]*|/\*.*?\*/', re.DOTALL)
 
 
 def _code(text: str) -> bytes:
     """A text without comments, each stretch of white space as one blank."""
-    code = _STRING_OR_COMMENT.sub(lambda match: match[0] if match[0][0] == '"' else " ", text)
+    code = _STRING_OR_COMMENT.sub(lambda match: " " if match[0][0] == "/" else match[0], text)
     return " ".join(code.split()).encode()
 
 

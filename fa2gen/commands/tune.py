@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..problem import MAX_SEQLEN
-from ..tuning.defaults import SEQLENS
+from ..tuning.defaults import MEASURED_TRIALS, PREDICTED_TRIALS, SEQLENS
 from .options import gpu_option, json_option, make_specs, out_option, resolve_gpu, seqlen_options, spec_options
 from .progress import StageProgress
 
@@ -64,8 +64,9 @@ def _finite(_ctx: click.Context, _param: click.Parameter, value: float | None) -
     "--trials",
     type=click.IntRange(min=0),
     metavar="N",
-    help="Configs to try: measured, for each kernel and size [default: 30]; predicted, to compile for each kernel"
-    " [default: 12]. The default config and the one in the tables are tried besides; 0: those alone.",
+    help=f"Configs to try: measured, for each kernel and size [default: {MEASURED_TRIALS}]; predicted, to compile for "
+    f"each kernel [default: {PREDICTED_TRIALS}]. The default config and the one in the tables are tried besides; 0: "
+    "those alone.",
 )
 @click.option(
     "--timeout",

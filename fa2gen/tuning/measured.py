@@ -173,7 +173,9 @@ class MeasuredTuning:
         size = min(budget, -(-max(8, self._trials // 2) // cores) * cores - len(first))
         if budget:
             favourites = shortlist(request.spec, [request.problem], self._ledger.gpu, size + len(first))
-            candidates = dict.fromkeys((*job.relatives, *favourites))
+            # At most half of them from the tables: few trials must not leave the model without a say.
+            related = [config for config in job.relatives if config not in first][: size // 2]
+            candidates = dict.fromkeys((*related, *favourites))
             for config in [config for config in candidates if config not in first][:size]:
                 study.enqueue(config)
         # They may lie outside the grid, and are timed again in every session: beside the study.

@@ -97,7 +97,7 @@ def make_plan(
         incumbent = find_incumbent(spec, bucket, gpu, roots)
         favourites = tuple(shortlist(spec, [request.problem], gpu, min(_TOP, each)))
         known = {default, incumbent}
-        relatives = find_relatives(spec, bucket, gpu, roots, min(MAX_RELATIVES, each))
+        relatives = find_relatives(spec, bucket, gpu, roots, min(MAX_RELATIVES, each // 2))
         rows.append(
             PlannedRequest(
                 request,

@@ -76,7 +76,7 @@ def tune_predicted(
         requests: What to tune.
         ledger: The session's account.
         tools: The other rooms.
-        trials: Configs to compile for each spec; default 12. The default config is always one more.
+        trials: Configs to compile for each spec; default ``PREDICTED_TRIALS``. The default config is always one more.
         resume: False puts earlier studies aside.
         seed, storage: Of the studies.
     """

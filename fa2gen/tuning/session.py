@@ -44,9 +44,9 @@ def tune(
         requests: Kernels and the sizes to tune them for.
         gpu: The GPU to tune for.
         out: Folder of tables to write to; default the user's.
-        trials: Measured: configs to time for each request (default 30), besides the default config and the one that the
-            tables hold, which are timed in any case. Predicted: configs to compile for each spec (default 12).
-            0: none besides those.
+        trials: Measured: configs to time for each request (default ``MEASURED_TRIALS``), besides the default config and
+            the one that the tables hold, which are timed in any case. Predicted: configs to compile for each spec
+            (default ``PREDICTED_TRIALS``). 0: none besides those.
         timeout: Seconds for the whole session.
         resume: Go on with the studies of an earlier session; False puts them aside.
         progress: Called after every step, by one thread at a time.

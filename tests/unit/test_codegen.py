@@ -109,6 +109,10 @@ def test_template_hash_follows_the_code_of_the_manifest_only(tmp_path, monkeypat
     assert template_hash.__wrapped__("fwd", "sm80") != before
     primitives = copy / "sm80" / "primitives.cuh"
     mask.write_text(text)
+    mask.write_text(text + "int x = {{ head_dim // 2 }};")
+    half = template_hash.__wrapped__("fwd", "sm80")
+    mask.write_text(text + "int x = {{ head_dim // 4 }};")
+    assert template_hash.__wrapped__("fwd", "sm80") != half
     # Inside a string nothing is a comment: assembly is code.
     primitives.write_text(primitives.read_text().replace('asm volatile("', 'asm volatile("//', 1))
     assert template_hash.__wrapped__("fwd", "sm80") != before

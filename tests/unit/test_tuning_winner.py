@@ -13,6 +13,7 @@ from fa2gen.spec import FwdConfig, KernelSpec
 from fa2gen.tables import Clocks, load_table, save_entries, table_path
 from fa2gen.tuning.measured import objective
 from fa2gen.tuning.session import tune
+from fa2gen.tuning.shortlist import shortlist
 from fa2gen.tuning.space import legal_space
 from fa2gen.tuning.study import TuningStudy
 from fa2gen.tuning.timing import Timing, stored_timing
@@ -126,6 +127,17 @@ def test_relatives_are_timed_before_the_models_favourites(h200, tmp_path):
     put(tmp_path / "tables", odd, seqlen=16384)
     run(h200, tmp_path)
     assert h200.worker.measured[:3] == [DEFAULT, OLD, odd]
+
+
+def test_relatives_take_half_of_the_trials_at_most(h200, tmp_path):
+    space = legal_space(SPEC, H200).configs
+    relatives = space[-5:]
+    for seqlen, config in zip((512, 1024, 2048, 8192, 16384), relatives, strict=True):
+        put(tmp_path / "tables", config, seqlen=seqlen)
+    run(h200, tmp_path, trials=4)
+    tried = h200.worker.measured[1:5]
+    assert len(set(tried) & set(relatives)) == 2
+    assert tried[2] == shortlist(SPEC, [REQUEST.problem], H200, 1)[0]
 
 
 def test_sessions_look_in_the_output_folder_then_the_users_then_the_package(monkeypatch, tmp_path):
