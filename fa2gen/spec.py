@@ -1,4 +1,4 @@
-"""What a kernel computes (``KernelSpec``) and how (``FwdConfig``): the identities everything else is keyed by.
+"""What kernels compute (``KernelSpec``) and how (``FwdConfig``, ``BwdConfig``): what everything else is keyed by.
 
 A key is derived from the canonical form, which leaves out fields that hold their default: a field added later with a
 default changes no existing key.
@@ -15,13 +15,14 @@ from typing import Any, TypeVar
 
 from .errors import ArgumentError, UnsupportedError
 
-KINDS = ("fwd",)
+KINDS = ("fwd", "bwd")
 DTYPES = ("fp16", "bf16")
 NATIVE_HEAD_DIMS = (32, 64, 96, 128, 192, 256)
 ALIGNMENTS = (16, 2)
 SOFTMAXES = ("online", "guarded")
 PROOFS = ("step", "block")
 PIPELINES = ("barrier", "ring")
+REDUCTIONS = ("scalar", "vector")
 # Far beyond any model's; what checks a kernel needs memory for that many heads.
 MAX_GQA_RATIO = 1024
 
@@ -84,7 +85,7 @@ class KernelSpec(_Canonical):
     """What a kernel computes; everything here is a constant of the compiled code.
 
     Attributes:
-        kind: ``"fwd"``.
+        kind: ``"fwd"``: output and LSE. ``"bwd"``: gradients of q, k and v, by three kernels in a row.
         head_dim: Head dimension of q, k and v, 1 to 256. Tiles have the width of ``native_head_dim``; columns beyond
             ``head_dim`` are neither read nor written.
         dtype: ``"fp16"`` or ``"bf16"``, of q, k, v and the output. Accumulation is float32.
@@ -92,7 +93,9 @@ class KernelSpec(_Canonical):
         gqa_ratio: Query heads per key/value head, 1 to ``MAX_GQA_RATIO``; query head h reads key/value head
             ``h // gqa_ratio``.
         alignment: 16: every base address and stride is a multiple of 16 bytes, so rows move as 16-byte vectors.
-            2: any element-aligned view, moved element by element.
+            2: any element-aligned view, moved element by element; forward only.
+        deterministic: Backward only: equal inputs give equal bits, as the blocks that share a row of dq add to it in a
+            fixed order.
     """
 
     kind: str = "fwd"
@@ -101,6 +104,7 @@ class KernelSpec(_Canonical):
     causal: bool = False
     gqa_ratio: int = 1
     alignment: int = 16
+    deterministic: bool = False
 
     _always = ("kind", "head_dim", "dtype", "causal", "gqa_ratio")
 
@@ -111,6 +115,7 @@ class KernelSpec(_Canonical):
         _require_bool("causal", self.causal)
         _require_int("gqa_ratio", self.gqa_ratio, 1)
         _require_one_of("alignment", self.alignment, ALIGNMENTS)
+        _require_bool("deterministic", self.deterministic)
         if self.head_dim > NATIVE_HEAD_DIMS[-1]:
             raise UnsupportedError(
                 f"head_dim {self.head_dim} is not supported: this version has kernels for head dims 1 to "
@@ -125,6 +130,10 @@ class KernelSpec(_Canonical):
             raise ArgumentError(
                 f"alignment 16 needs a head_dim that is a multiple of 8, got {self.head_dim}; use alignment 2"
             )
+        if self.kind == "bwd" and self.alignment != 16:
+            raise UnsupportedError("alignment 2 is not supported by backward kernels: copy unaligned views")
+        if self.kind == "fwd" and self.deterministic:
+            raise ArgumentError("deterministic is for kind bwd: the forward always gives equal bits for equal inputs")
 
     @property
     def native_head_dim(self) -> int:
@@ -142,6 +151,8 @@ class KernelSpec(_Canonical):
         ]
         if self.alignment != 16:
             parts.append(f"align{self.alignment}")
+        if self.deterministic:
+            parts.append("det")
         return "_".join(parts)
 
 
@@ -257,3 +268,100 @@ class FwdConfig(_Canonical):
             f"{'_pb' if self.proof == 'block' else ''}{'_ring' if self.pipeline == 'ring' else ''}"
             f"{f'_wn{self.warps_n}' if self.warps_n > 1 else ''}{'_pack' if self.pack_gqa else ''}"
         )
+
+
+@dataclass(frozen=True)
+class BwdConfig(_Canonical):
+    """How the backward kernels of the sm80 family compute it: the tunables.
+
+    A block keeps a tile of K and V and its share of dK and dV; it walks over the queries. The first products are
+    transposed, S^T = K Q^T, so that P^T and dS^T are the left operands of dV += P^T dO and dK += dS^T Q as they stand
+    in registers; dS goes through shared memory once, for dQ = dS K.
+
+    Attributes:
+        block_m: Query rows of a tile of Q and dO (B_r).
+        block_n: Keys of a block (B_c).
+        step_m: Query rows whose scores live in registers at a time; divides ``block_m``.
+        num_warps: Warps of a block.
+        num_stages: Q and dO tiles in shared memory.
+        roles: 1: each warp computes dK and dV of its keys. 2: one half of the warps computes S, P and dV, the other
+            half dP, dS and dK of the same keys, P passing from one to the other through shared memory.
+        warps_d: Warps (of one role) that share key rows, 1 or 2: each takes half of the queries in S^T and dP^T, then
+            half of the columns of dV and dK.
+        kv_in_regs: Keep the fragments of K and V in registers instead of re-reading them for every tile.
+        reduction: How dQ is added up in global memory: ``"scalar"``, one float at a time; ``"vector"``, four (sm_90).
+        split_heads: The query heads of a group have blocks of their own, which add dK and dV up in float32. Otherwise a
+            block walks over all heads of its group.
+        min_blocks: Resident blocks per SM that the register budget must allow (``__launch_bounds__``).
+    """
+
+    family: str = "sm80"
+    block_m: int = 64
+    block_n: int = 64
+    step_m: int = 64
+    num_warps: int = 4
+    num_stages: int = 2
+    roles: int = 1
+    warps_d: int = 1
+    kv_in_regs: bool = False
+    reduction: str = "scalar"
+    split_heads: bool = False
+    min_blocks: int = 1
+
+    _always = ("family", "block_m", "block_n", "step_m", "num_warps", "num_stages", "roles", "min_blocks")
+
+    def __post_init__(self) -> None:
+        _require_one_of("family", self.family, ("sm80",))
+        for name in ("block_m", "block_n", "step_m", "num_warps", "num_stages", "roles", "warps_d", "min_blocks"):
+            _require_int(name, getattr(self, name), 1)
+        _require_bool("kv_in_regs", self.kv_in_regs)
+        _require_bool("split_heads", self.split_heads)
+        _require_one_of("reduction", self.reduction, REDUCTIONS)
+
+    @property
+    def num_threads(self) -> int:
+        return 32 * self.num_warps
+
+    @property
+    def warp_keys(self) -> int:
+        """Key rows of a warp, or of the ``warps_d`` warps that share them."""
+        return self.block_n * self.roles * self.warps_d // self.num_warps
+
+    @classmethod
+    def from_slug(cls, slug: str) -> BwdConfig:
+        """Inverse of :meth:`slug`.
+
+        Raises:
+            ArgumentError: Not a config's slug, or a value that is not legal.
+        """
+        match = re.fullmatch(
+            r"([a-z0-9]+)_(\d{1,6})x(\d{1,6})s(\d{1,6})_w(\d{1,6})_st(\d{1,6})_r(\d{1,6})_mb(\d{1,6})"
+            r"(?:_wd(\d))?(_kvr)?(_v4)?(_sh)?",
+            slug,
+            re.ASCII,
+        )
+        if match is None:
+            raise ArgumentError(f"config must read like {cls().slug()}, got {slug!r}")
+        numbers = ("block_m", "block_n", "step_m", "num_warps", "num_stages", "roles", "min_blocks")
+        warps_d, kv_in_regs, vector, split_heads = match.groups()[8:]
+        return cls(
+            family=match[1],
+            **{name: int(value) for name, value in zip(numbers, match.groups()[1:8], strict=True)},
+            warps_d=int(warps_d or 1),
+            kv_in_regs=bool(kv_in_regs),
+            reduction="vector" if vector else "scalar",
+            split_heads=bool(split_heads),
+        )
+
+    def slug(self) -> str:
+        """Readable identity, e.g. ``sm80_64x128s64_w8_st2_r2_mb1_v4``."""
+        return (
+            f"{self.family}_{self.block_m}x{self.block_n}s{self.step_m}_w{self.num_warps}_st{self.num_stages}"
+            f"_r{self.roles}_mb{self.min_blocks}{f'_wd{self.warps_d}' if self.warps_d > 1 else ''}"
+            f"{'_kvr' if self.kv_in_regs else ''}{'_v4' if self.reduction == 'vector' else ''}"
+            f"{'_sh' if self.split_heads else ''}"
+        )
+
+
+Config = FwdConfig | BwdConfig
+CONFIGS: dict[str, type[FwdConfig] | type[BwdConfig]] = {"fwd": FwdConfig, "bwd": BwdConfig}
