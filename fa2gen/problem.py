@@ -66,14 +66,22 @@ class Problem:
         return rows * (2 * first + rows - 1) // 2
 
     def flops(self, spec: KernelSpec) -> int:
-        """Multiply-adds of both products counted as two, over visible pairs only."""
-        return 4 * spec.head_dim * self.batch * self.num_heads_q * self.visible_pairs(spec.causal)
+        """Multiply-adds of the products counted as two, over visible pairs only.
+
+        Two products forward (S and O), five backward (S, dP, dV, dK and dQ).
+        """
+        products = 2 if spec.kind == "fwd" else 5
+        return 2 * products * spec.head_dim * self.batch * self.num_heads_q * self.visible_pairs(spec.causal)
 
     def min_bytes(self, spec: KernelSpec) -> int:
-        """Bytes that must cross HBM once: q, k, v in, the output and the float32 LSE out."""
+        """Bytes that must cross HBM once.
+
+        Forward: q, k, v in, the output and the float32 LSE out. Backward: all of these and do in, dq, dk, dv out.
+        """
         rows_q = self.batch * self.seqlen_q * self.num_heads_q
         rows_k = self.batch * self.seqlen_k * self.num_heads_k
-        return 2 * spec.head_dim * (2 * rows_q + 2 * rows_k) + 4 * rows_q
+        tensors = 2 if spec.kind == "fwd" else 4
+        return 2 * tensors * spec.head_dim * (rows_q + rows_k) + 4 * rows_q
 
     def bucket(self, num_sms: int) -> Bucket:
         """(ceil log2 seqlen_q, ceil log2 seqlen_k, clamp(floor log2 of 128-row tiles per SM, -3, 4))."""

@@ -10,7 +10,7 @@ from fa2gen.compile import CompiledKernel, ResourceUsage
 from fa2gen.driver import DeviceInfo
 from fa2gen.errors import CompileError, GateError
 from fa2gen.problem import Problem
-from fa2gen.spec import FwdConfig, KernelSpec
+from fa2gen.spec import CONFIGS, FwdConfig, KernelSpec
 from fa2gen.tables import Measurement, Provenance, Table, TunedEntry
 from fa2gen.tuning.report import TuneRequest
 from fa2gen.tuning.timing import Timing
@@ -25,7 +25,7 @@ def entry(spec=None, problem=PROBLEM, *, kind="predicted", ms=1.5, utc="2026-01-
     return TunedEntry(
         spec=spec,
         bucket=problem.bucket(108),
-        config=FwdConfig(**config),
+        config=CONFIGS[spec.kind](**config),
         measurement=Measurement(kind, ms, ms, ms, 9 if measured else 0, "test", problem),
         provenance=Provenance(
             template_hash=template,
@@ -41,8 +41,8 @@ def entry(spec=None, problem=PROBLEM, *, kind="predicted", ms=1.5, utc="2026-01-
     )
 
 
-def table(*entries):
-    return Table("a100", "sm_80", "fwd", entries)
+def table(*entries, kind="fwd"):
+    return Table("a100", "sm_80", kind, entries)
 
 
 def request_for(spec: KernelSpec | None = None, seqlen: int = 4096) -> TuneRequest:

@@ -14,7 +14,7 @@ from typing import Any
 
 from fa2gen.errors import ArgumentError, TableError
 from fa2gen.problem import Bucket, Problem
-from fa2gen.spec import KINDS, FwdConfig, KernelSpec
+from fa2gen.spec import CONFIGS, KINDS, KernelSpec
 
 from .schema import Clocks, Incumbent, Measurement, Provenance, Regate, Table, TunedEntry
 
@@ -146,12 +146,13 @@ def _entry_from_json(row: Any, place: str) -> TunedEntry:
         if isinstance(value, bool) or not isinstance(value, int) or abs(value) > _MAX_EXPONENT:
             raise TableError(f"{place}, bucket: {name} must be an integer of at most ±{_MAX_EXPONENT}, got {value!r}")
     try:
+        spec = KernelSpec.from_canonical(_object(row["spec"]))
         return TunedEntry(
-            spec=KernelSpec.from_canonical(_object(row["spec"])),
+            spec=spec,
             bucket=Bucket(**bucket_form),
-            config=FwdConfig.from_canonical(_object(row["config"])),
+            config=CONFIGS[spec.kind].from_canonical(_object(row["config"])),
             measurement=_measurement(row["measurement"], place),
-            provenance=_provenance(row["provenance"], place),
+            provenance=_provenance(row["provenance"], place, spec.kind),
         )
     except (ArgumentError, TypeError) as error:
         raise TableError(f"{place}: {error}") from None
@@ -172,12 +173,12 @@ def _measurement(value: Any, place: str) -> Measurement:
     return Measurement(**form)
 
 
-def _provenance(value: Any, place: str) -> Provenance:
+def _provenance(value: Any, place: str, kind: str) -> Provenance:
     names = {"template_hash", "nvcc", "driver", "versions", "trials", "feasible", "numerics", "utc"}
     form = _fields(value, names, f"{place}, provenance", optional={"model_version", "incumbent", "regate"})
     if "incumbent" in form:
         incumbent = _fields(form["incumbent"], {"config", "ms"}, f"{place}, incumbent")
-        form["incumbent"] = Incumbent(FwdConfig.from_canonical(_object(incumbent["config"])), incumbent["ms"])
+        form["incumbent"] = Incumbent(CONFIGS[kind].from_canonical(_object(incumbent["config"])), incumbent["ms"])
     if "regate" in form:
         form["regate"] = Regate(**_fields(form["regate"], {"template_hash", "numerics", "utc"}, f"{place}, regate"))
     return Provenance(**form)
@@ -216,5 +217,5 @@ def _no_constants(name: str) -> Any:
 
 def _sort_key(entry: TunedEntry) -> tuple[Any, ...]:
     spec, bucket = entry.spec, entry.bucket
-    identity = (spec.head_dim, spec.dtype, spec.causal, spec.gqa_ratio, -spec.alignment, spec.key())
+    identity = (spec.head_dim, spec.dtype, spec.causal, spec.gqa_ratio, -spec.alignment, spec.deterministic, spec.key())
     return (*identity, bucket.log2_seqlen_q, bucket.log2_seqlen_k, bucket.log2_waves)

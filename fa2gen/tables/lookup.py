@@ -13,14 +13,23 @@ from fa2gen.constraints import borrowed_config, default_config, infeasible_reaso
 from fa2gen.errors import TableError
 from fa2gen.hardware import Gpu
 from fa2gen.problem import Bucket
-from fa2gen.spec import FwdConfig, KernelSpec
+from fa2gen.spec import Config, KernelSpec
 
 from . import store
 from .merge import TemplateHash, is_current, is_gated, is_measured
 from .schema import Table, TunedEntry
 
 # What had to be relaxed, least first; each name also allows all before it.
-SOURCES = ("exact", "alignment", "nearest bucket", "native head dim", "other dtype", "nearest gqa ratio", "other gpu")
+SOURCES = (
+    "exact",
+    "alignment",
+    "nearest bucket",
+    "native head dim",
+    "other dtype",
+    "non-deterministic entry",
+    "nearest gqa ratio",
+    "other gpu",
+)
 DEFAULT_SOURCE = "default"
 
 
@@ -40,7 +49,7 @@ class Match:
         changes: What of the entry's config the caller's spec forbids and was changed, in words; else ``""``.
     """
 
-    config: FwdConfig
+    config: Config
     source: str
     distance: float
     stale: bool
@@ -82,11 +91,13 @@ def lookup(
     """The config to use.
 
     The order, each step legal on this GPU: exact; for alignment 2 the alignment-16 entry; the nearest bucket; the
-    native head dim above; the other 16-bit dtype; the nearest GQA ratio; another GPU of the same target; the default
-    config. Later steps include the earlier relaxations. Kind and causal never relax. What a borrowed config may not do
-    for this dtype or these heads it does without (:func:`fa2gen.constraints.borrowed_config`). Of equally near entries
-    a measured one wins, then one of today's templates over one that is stale but passed the gate again, then the
-    earlier root's (the user's over the package's), then the newer.
+    native head dim above; the other 16-bit dtype; for a deterministic backward the entry of the other one; the nearest
+    GQA ratio; another GPU of the same target; the default config. Later steps include the earlier relaxations. Kind and
+    causal never relax, and what is relaxed is where the config comes from: the caller's own spec is compiled,
+    deterministic where it says so. What a borrowed config may not do for this spec it does without
+    (:func:`fa2gen.constraints.borrowed_config`). Of equally near entries a measured one wins, then one of today's
+    templates over one that is stale but passed the gate again, then the earlier root's (the user's over the package's),
+    then the newer.
 
     Args:
         spec: The caller's spec.
@@ -109,7 +120,7 @@ def lookup(
             stale = True
             continue
         config, changes = entry.config, ""
-        if cost.dtype or cost.gqa_ratio:
+        if cost.dtype or cost.non_deterministic or cost.gqa_ratio:
             config, changes = borrowed_config(spec, config)
         if infeasible_reason(spec, config, gpu.arch) is not None:
             continue
@@ -122,7 +133,7 @@ def lookup(
     if strict and match.source != "exact":
         raise TableError(
             f"FA2GEN_STRICT: no tuned entry for {spec.slug()} {bucket.label()} on {gpu.name}; the nearest is "
-            f"{match.describe()}. Run: fa2gen tune --headdim {spec.head_dim} --gpu {gpu.name}"
+            f"{match.describe()}. Run: fa2gen tune --headdim {spec.head_dim}{_kind_options(spec)} --gpu {gpu.name}"
         )
     return match
 
@@ -132,6 +143,7 @@ class _Cost(NamedTuple):
 
     other_gpu: bool
     gqa_ratio: float
+    non_deterministic: bool
     dtype: bool
     head_dim: bool
     bucket: float
@@ -143,8 +155,21 @@ class _Cost(NamedTuple):
 
     @property
     def source(self) -> str:
-        relaxed = (self.alignment, self.bucket, self.head_dim, self.dtype, self.gqa_ratio, self.other_gpu)
+        relaxed = (
+            self.alignment,
+            self.bucket,
+            self.head_dim,
+            self.dtype,
+            self.non_deterministic,
+            self.gqa_ratio,
+            self.other_gpu,
+        )
         return SOURCES[max((step for step, value in enumerate(relaxed, start=1) if value), default=0)]
+
+
+def _kind_options(spec: KernelSpec) -> str:
+    """What ``fa2gen tune`` needs besides to tune such kernels."""
+    return (f" --kind {spec.kind}" if spec.kind != "fwd" else "") + (" --deterministic" if spec.deterministic else "")
 
 
 def _candidates(
@@ -155,11 +180,15 @@ def _candidates(
             other = entry.spec
             if other.causal != spec.causal or other.alignment not in (spec.alignment, 16):
                 continue
+            # A fixed order of the sums costs waits that other tiles avoid: of no use to those who need none.
+            if other.deterministic and not spec.deterministic:
+                continue
             if other.head_dim not in (spec.head_dim, spec.native_head_dim):
                 continue
             cost = _Cost(
                 other_gpu=table.gpu != gpu.name,
                 gqa_ratio=abs(math.log2(other.gqa_ratio / spec.gqa_ratio)),
+                non_deterministic=other.deterministic != spec.deterministic,
                 dtype=other.dtype != spec.dtype,
                 head_dim=other.head_dim != spec.head_dim,
                 bucket=bucket_distance(entry.bucket, bucket),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 
 from fa2gen.problem import Bucket
-from fa2gen.spec import FwdConfig, KernelSpec
+from fa2gen.spec import Config, KernelSpec
 
 from .schema import TunedEntry
 
@@ -18,7 +18,7 @@ def merge_entries(
     new: Iterable[TunedEntry],
     *,
     template_hash: TemplateHash | None = None,
-    refused: Collection[tuple[KernelSpec, FwdConfig]] = (),
+    refused: Collection[tuple[KernelSpec, Config]] = (),
 ) -> tuple[TunedEntry, ...]:
     """Union of two sets of entries, one for each spec and bucket.
 
@@ -65,7 +65,7 @@ def _replaces(
     new: TunedEntry,
     present: TunedEntry,
     template_hash: TemplateHash | None,
-    refused: Collection[tuple[KernelSpec, FwdConfig]],
+    refused: Collection[tuple[KernelSpec, Config]],
 ) -> bool:
     if is_measured(new) != is_measured(present):
         return is_measured(new)

@@ -10,12 +10,13 @@ from dataclasses import dataclass, field
 
 from fa2gen.errors import ArgumentError
 from fa2gen.problem import Bucket, Problem
-from fa2gen.spec import FwdConfig, KernelSpec
+from fa2gen.spec import CONFIGS, Config, KernelSpec
 
 MEASUREMENT_KINDS = ("measured", "predicted")
 NOISE_BAND = 0.02
 """Medians this close, relative, are no ground to change a config: repeated sessions differ by about as much."""
 
+_CONFIG_NAMES = {kind: config.__name__ for kind, config in CONFIGS.items()}
 _UTC = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}Z")
 
 
@@ -103,12 +104,12 @@ class Measurement:
 class Incumbent:
     """The config that the tables held before, timed in the session that made an entry; ``ms`` in milliseconds."""
 
-    config: FwdConfig
+    config: Config
     ms: float
 
     def __post_init__(self) -> None:
-        if not isinstance(self.config, FwdConfig):
-            raise ArgumentError(f"config must be a FwdConfig, got {self.config!r}")
+        if type(self.config) not in CONFIGS.values():
+            raise ArgumentError(f"config must be a {' or a '.join(_CONFIG_NAMES.values())}, got {self.config!r}")
         _require_time("ms", self.ms)
 
 
@@ -184,13 +185,19 @@ class TunedEntry:
 
     spec: KernelSpec
     bucket: Bucket
-    config: FwdConfig
+    config: Config
     measurement: Measurement
     provenance: Provenance
 
     def __post_init__(self) -> None:
         if (self.measurement.kind == "predicted") != (self.provenance.model_version is not None):
             raise ArgumentError("a predicted entry carries the model's version, a measured one does not")
+        incumbent = self.provenance.incumbent
+        for config in (self.config, *([] if incumbent is None else [incumbent.config])):
+            if type(config) is not CONFIGS[self.spec.kind]:
+                raise ArgumentError(
+                    f"config of a {self.spec.kind} kernel must be a {_CONFIG_NAMES[self.spec.kind]}, got {config!r}"
+                )
 
     @property
     def key(self) -> tuple[KernelSpec, Bucket]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from fa2gen.data import data_dir, user_folder
 from fa2gen.errors import TableError
 from fa2gen.hardware import Gpu
-from fa2gen.spec import FwdConfig, KernelSpec
+from fa2gen.spec import Config, KernelSpec
 
 from .document import NewerSchemaError, parse_table, recover_entries, render_table
 from .locks import locked
@@ -164,7 +164,7 @@ def save_entries(
     *,
     root: Path | None = None,
     template_hash: TemplateHash | None = None,
-    refused: Collection[tuple[KernelSpec, FwdConfig]] = (),
+    refused: Collection[tuple[KernelSpec, Config]] = (),
 ) -> list[Path]:
     """Merges entries into a GPU's tables (:func:`merge_entries`), atomically and safe against other writers.
 
@@ -194,7 +194,7 @@ def save_table(
     *,
     root: Path | None = None,
     template_hash: TemplateHash | None = None,
-    refused: Collection[tuple[KernelSpec, FwdConfig]] = (),
+    refused: Collection[tuple[KernelSpec, Config]] = (),
 ) -> Path:
     """Merges a table into the one of its GPU and kind, as :func:`save_entries` does."""
     path = table_path(user_dir() if root is None else Path(root), table.gpu, table.kind)

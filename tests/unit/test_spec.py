@@ -116,6 +116,10 @@ def test_flops_and_bytes():
     problem = Problem(2, 100, 300, 8, 2)
     assert problem.flops(spec) == 4 * 128 * 2 * 8 * 100 * 300
     assert problem.min_bytes(spec) == 2 * 128 * 2 * (2 * 100 * 8 + 2 * 300 * 2) + 4 * 2 * 100 * 8
+    # Five products in place of two; do, dq, dk and dv besides.
+    backward = KernelSpec("bwd", head_dim=128, causal=False, gqa_ratio=4)
+    assert problem.flops(backward) == 2.5 * problem.flops(spec)
+    assert problem.min_bytes(backward) == 2 * 128 * 2 * (4 * 100 * 8 + 4 * 300 * 2) + 4 * 2 * 100 * 8
 
 
 def test_heads_must_divide():

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fa2gen.errors import ArgumentError, TableError
-from fa2gen.spec import FwdConfig, KernelSpec
+from fa2gen.spec import BwdConfig, FwdConfig, KernelSpec
 from fa2gen.tables import SCHEMA_VERSION, Clocks, Incumbent, Regate, parse_table, render_table
 from fa2gen.tables.document import MIGRATIONS
 from tests.tuning_fakes import entry, table
@@ -128,8 +128,53 @@ def test_a_wrong_field_names_file_and_entry(path, value):
 
 
 def test_an_unknown_kind_is_refused():
-    with pytest.raises(TableError, match="for kind 'bwd'; this fa2gen has fwd"):
-        parse_table(text().replace('"kind": "fwd", "entries"', '"kind": "bwd", "entries"'), "f")
+    with pytest.raises(TableError, match="for kind 'decode'; this fa2gen has fwd, bwd"):
+        parse_table(text().replace('"kind": "fwd", "entries"', '"kind": "decode", "entries"'), "f")
+
+
+BACKWARD = (
+    KernelSpec("bwd"),
+    KernelSpec("bwd", deterministic=True),
+    KernelSpec("bwd", head_dim=64, dtype="fp16", causal=True, gqa_ratio=8),
+)
+
+
+def test_a_backward_table_round_trips():
+    rows = [
+        entry(spec, kind="measured", roles=2, warps_d=2, kv_in_regs=True, reduction="vector", split_heads=i == 2)
+        for i, spec in enumerate(BACKWARD)
+    ]
+    incumbent = Incumbent(BwdConfig(block_m=128), 1.5)
+    rows[0] = dataclasses.replace(rows[0], provenance=dataclasses.replace(rows[0].provenance, incumbent=incumbent))
+    text = render_table(table(*rows, kind="bwd"))
+    parsed = parse_table(text, "x", gpu="a100", kind="bwd")
+    assert set(map(repr, parsed.entries)) == set(map(repr, rows))
+    assert render_table(parsed) == text
+    # The two of head dim 128 stand together, the deterministic one after the other.
+    assert [row.spec for row in parsed.entries] == [BACKWARD[2], *BACKWARD[:2]]
+
+
+def test_a_table_holds_one_kind():
+    with pytest.raises(TableError, match="a bwd kernel in a table of fwd"):
+        parse_table(render_table(table(entry(KernelSpec("bwd")))), "f")
+
+
+def test_a_config_is_of_its_kernels_kind():
+    forward, backward = entry(), entry(KernelSpec("bwd"))
+    with pytest.raises(ArgumentError, match="config of a fwd kernel must be a FwdConfig"):
+        dataclasses.replace(forward, config=backward.config)
+    with pytest.raises(ArgumentError, match="config of a bwd kernel must be a BwdConfig"):
+        dataclasses.replace(
+            backward, provenance=dataclasses.replace(backward.provenance, incumbent=Incumbent(forward.config, 1.0))
+        )
+    with pytest.raises(ArgumentError, match="must be a FwdConfig or a BwdConfig"):
+        Incumbent("sm80", 1.0)
+    document = json.loads(render_table(table(backward, kind="bwd")))
+    document["entries"][0]["config"]["block_n"] = 64
+    del document["entries"][0]["config"]["roles"]
+    document["entries"][0]["config"]["q_in_regs"] = True
+    with pytest.raises(TableError, match="BwdConfig has no field q_in_regs"):
+        parse_table(json.dumps(document), "f")
 
 
 @pytest.mark.parametrize("name", ["gpu", "target", "kind"])
