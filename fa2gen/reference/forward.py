@@ -1,18 +1,13 @@
-"""Attention forward by its definition, in float64 (the reference) or with 16-bit rounding (``plain16``).
-
-Both are computed in chunks of batches, key/value heads and query rows, so that memory stays bounded at any length.
-"""
+"""Attention forward by its definition."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-# Largest intermediate (scores or one converted operand) in elements: 256 MB of float64.
-MAX_CHUNK_ELEMENTS = 1 << 25
+from .chunks import chunks, default_scale, round_to
 
 
 def attention_forward(
@@ -84,46 +79,28 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     """Attention in ``dtype``; ``squared`` sums squared weights times squared values instead."""
     batch, seqlen_q, num_heads_q, head_dim = q.shape
-    seqlen_k, num_heads_k = k.shape[1], k.shape[2]
-    scale = 1.0 / math.sqrt(head_dim) if softmax_scale is None else float(softmax_scale)
-    out = q.new_zeros((batch, seqlen_q, num_heads_q, head_dim), dtype=dtype)
+    scale = default_scale(softmax_scale, head_dim)
+    out = q.new_zeros(q.shape, dtype=dtype)
     lse = q.new_full((batch, num_heads_q, seqlen_q), -math.inf, dtype=dtype)
-    if 0 in (batch, seqlen_q, num_heads_q, seqlen_k):
-        return out, lse
-    group = num_heads_q // num_heads_k
-    rows = _chunk(seqlen_q, group * seqlen_k)
-    cost = seqlen_k * max(group * rows, 2 * head_dim)
-    heads = _chunk(num_heads_k, cost)
-    batches = _chunk(batch, cost * heads)
-
-    for b in _slices(batch, batches):
-        for h in _slices(num_heads_k, heads):
-            keys = k[b, :, h].to(dtype).permute(0, 2, 3, 1)  # (b, h, d, keys)
-            values = v[b, :, h].to(dtype).transpose(1, 2)  # (b, h, keys, d)
-            values = values.square() if squared else values
-            finite = bool(torch.isfinite(values).all())
-            query_heads = slice(h.start * group, h.stop * group)
-            for r in _slices(seqlen_q, rows):
-                visible = min(seqlen_k, r.stop + seqlen_k - seqlen_q) if causal else seqlen_k
-                if visible <= 0:
-                    continue
-                queries = q[b, r, query_heads].to(dtype).transpose(1, 2)
-                queries = queries.reshape(queries.shape[0], -1, group, *queries.shape[2:])
-                mask = _causal_mask(r, visible, seqlen_k - seqlen_q, q.device) if causal else None
-                weights, row_lse = _softmax(queries, keys[..., :visible], scale, mask, rounded_to)
-                weights = weights.square_() if squared else weights
-                o = _weighted_sum(weights, values[..., :visible, :], mask, finite)
-                out[b, r, query_heads] = _round(o, rounded_to).flatten(1, 2).transpose(1, 2)
-                lse[b, query_heads, r] = row_lse.flatten(1, 2)
+    for chunk in chunks(q, k, causal):
+        weights, row_lse = softmax(chunk.queries(q, dtype), chunk.keys(k, dtype), scale, chunk.mask, rounded_to)
+        values = chunk.keys(v, dtype)
+        if squared:
+            weights, values = weights.square_(), values.square()
+        chunk.put_queries(out, round_to(weighted_sum(weights, values, chunk.mask), rounded_to))
+        chunk.put_rows(lse, row_lse)
     return out, lse
 
 
-def _softmax(
+def softmax(
     queries: Tensor, keys: Tensor, scale: float, mask: Tensor | None, rounded_to: torch.dtype | None
 ) -> tuple[Tensor, Tensor]:
-    """Weights (b, h, group, rows, keys) and LSE of queries (b, h, group, rows, d); mask (rows, keys), True: visible."""
-    scores = torch.matmul(queries.flatten(2, 3), keys).view(*queries.shape[:4], -1)
-    scores = _round(scores.mul_(scale), rounded_to)
+    """Weights (b, h, group, rows, keys) and LSE (b, h, group, rows) of queries (b, h, group, rows, d).
+
+    keys is (b, h, keys, d); mask (rows, keys), True: visible.
+    """
+    scores = pairwise(queries, keys)
+    scores = round_to(scores.mul_(scale), rounded_to)
     if mask is not None:
         scores.masked_fill_(~mask, -math.inf)
     row_max = scores.amax(dim=-1, keepdim=True)
@@ -131,11 +108,17 @@ def _softmax(
     weights = scores.sub_(torch.where(row_max == -math.inf, 0.0, row_max)).exp_()
     row_sum = weights.sum(dim=-1, keepdim=True)
     lse = (row_max + torch.log(row_sum)).squeeze(-1)
-    return _round(weights.div_(torch.where(row_sum == 0, 1.0, row_sum)), rounded_to), lse
+    return round_to(weights.div_(torch.where(row_sum == 0, 1.0, row_sum)), rounded_to), lse
 
 
-def _weighted_sum(weights: Tensor, values: Tensor, mask: Tensor | None, finite: bool) -> Tensor:
+def pairwise(queries: Tensor, keys: Tensor) -> Tensor:
+    """Dot products (b, h, group, rows, keys) of queries (b, h, group, rows, d) and keys (b, h, keys, d)."""
+    return torch.matmul(queries.flatten(2, 3), keys.transpose(2, 3)).view(*queries.shape[:4], -1)
+
+
+def weighted_sum(weights: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
     """Weights times values (b, h, keys, d): a value row reaches only the rows that see it, NaN or not."""
+    finite = bool(torch.isfinite(values).all())
     known = values if finite else torch.nan_to_num(values, nan=0.0, posinf=0.0, neginf=0.0)
     out = torch.matmul(weights.flatten(2, 3), known).view(*weights.shape[:4], -1)
     return out if finite else _with_non_finite_values(out, values, mask)
@@ -151,22 +134,3 @@ def _with_non_finite_values(out: Tensor, values: Tensor, mask: Tensor | None) ->
     positive, negative = sees(values == math.inf), sees(values == -math.inf)
     out = torch.where(positive, math.inf, torch.where(negative, -math.inf, out))
     return torch.where(sees(values.isnan()) | (positive & negative), math.nan, out)
-
-
-def _causal_mask(rows: slice, keys: int, offset: int, device: torch.device) -> Tensor:
-    i = torch.arange(rows.start, rows.stop, device=device).unsqueeze(1)
-    return torch.arange(keys, device=device) <= i + offset
-
-
-def _round(x: Tensor, dtype: torch.dtype | None) -> Tensor:
-    return x if dtype is None else x.to(dtype).to(x.dtype)
-
-
-def _chunk(extent: int, cost: int) -> int:
-    """How many of ``extent`` items, each ``cost`` elements, fit the bound (at least one)."""
-    return max(1, min(extent, MAX_CHUNK_ELEMENTS // max(1, cost)))
-
-
-def _slices(extent: int, step: int) -> Iterator[slice]:
-    for start in range(0, extent, step):
-        yield slice(start, min(start + step, extent))
