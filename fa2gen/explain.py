@@ -26,9 +26,10 @@ from .spec import FwdConfig, KernelSpec
 from .tables import Match, TunedEntry, lookup
 from .tables.merge import is_current
 from .tables.store import cached_table, search_dirs, table_path
+from .tuning.grid import register_cap
 from .tuning.model import Facts, Prediction, estimate_facts, predict
 from .tuning.shortlist import facts_of
-from .tuning.space import exclusion_reason, legal_space, register_cap
+from .tuning.space import exclusion_reason, legal_space
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from fa2gen.gate import GateReport, check_forward
 from fa2gen.hardware import ArchLimits
 from fa2gen.problem import Problem
 from fa2gen.spec import NATIVE_HEAD_DIMS, FwdConfig, KernelSpec
-from fa2gen.tuning.space import GRID, config_of, exclusion_reason
+from fa2gen.tuning.space import GRIDS, exclusion_reason
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 POOL_SEED = 20
@@ -132,7 +132,8 @@ def kernel_pool(arch: ArchLimits, *, count: int, from_tables: int, max_head_dim:
 def random_config(spec: KernelSpec, arch: ArchLimits, rng: random.Random) -> FwdConfig:
     """Any member of the tuner's space of a spec, each tunable drawn alone; the rare values get their chance."""
     for _ in range(100_000):
-        config = config_of({name: rng.choice(values) for name, values in GRID.items()})
+        grid = GRIDS[spec.kind]
+        config = grid.config_of({name: rng.choice(values) for name, values in grid.values.items()})
         if config is not None and exclusion_reason(spec, config, arch) is None:
             return config
     raise AssertionError(f"no config is legal for {spec.slug()}")

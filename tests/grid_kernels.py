@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from fa2gen.hardware import Gpu
 from fa2gen.spec import NATIVE_HEAD_DIMS, FwdConfig, KernelSpec
-from fa2gen.tuning.space import legal_space, params_of
+from fa2gen.tuning.space import GRIDS, legal_space
 
 DTYPES = ("bf16", "fp16")
 MASKS = (False, True)
@@ -88,7 +88,7 @@ def covering_configs(head_dim: int, gpu: Gpu) -> list[FwdConfig]:
 
 def value_pairs(config: FwdConfig) -> frozenset[tuple[tuple[str, object], ...]]:
     """Every single (tunable, value) of a config, and every two of them."""
-    values = tuple(params_of(config).items())
+    values = tuple(GRIDS["fwd"].params_of(config).items())
     return frozenset([*((value,) for value in values), *itertools.combinations(values, 2)])
 
 

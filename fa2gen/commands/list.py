@@ -168,10 +168,10 @@ def _kernel_row(kind: str, family: str, gpu: Gpu | None) -> dict[str, Any]:
         "template_hash": template_hash(kind, family),
     }
     if gpu is not None:
-        from ..tuning.space import grid, legal_space
+        from ..tuning.space import GRIDS, legal_space
 
         row["gpu"] = gpu.name
-        row["configs"] = sum(1 for _ in grid())
+        row["configs"] = len(GRIDS[kind].configs(False))
         row["legal_configs"] = {
             str(width): len(legal_space(KernelSpec(kind, width), gpu).configs) for width in NATIVE_HEAD_DIMS
         }

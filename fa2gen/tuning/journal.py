@@ -19,7 +19,7 @@ from fa2gen.errors import StudyError
 from fa2gen.tables.locks import is_same_file
 from fa2gen.tables.store import free_name
 
-from .space import GRID
+from .space import GRIDS
 
 _CHUNK = 65536
 
@@ -144,9 +144,9 @@ def _replayed(path: Path, lock: Any) -> JournalStorage:
 
 
 def _require_ours(trial: FrozenTrial) -> None:
-    """Raises ValueError where a replayed trial is none that a study of this grid holds."""
+    """Raises ValueError where a replayed trial is none that a study of these grids holds."""
     for name, distribution in trial.distributions.items():
-        if distribution != CategoricalDistribution(GRID.get(name, ())):
+        if all(distribution != CategoricalDistribution(grid.values.get(name, ())) for grid in GRIDS.values()):
             raise ValueError(f"trial {trial.number} has other values for {name}")
     trial._validate()
 

@@ -15,7 +15,7 @@ from fa2gen.compile import CompiledKernel, usable_cores
 from fa2gen.constraints import default_config
 from fa2gen.errors import CompileError
 from fa2gen.problem import Bucket, Problem
-from fa2gen.spec import FwdConfig, KernelSpec
+from fa2gen.spec import CONFIGS, Config, KernelSpec
 from fa2gen.tables import Incumbent, Measurement, Provenance, TunedEntry, utc_now
 
 from .defaults import MEASURED_TRIALS
@@ -57,7 +57,7 @@ class Shared:
     """What the devices of a session have in common: one compiler pool, one list of proofs."""
 
     compiler: threading.Lock = field(default_factory=threading.Lock)
-    proofs: dict[tuple[KernelSpec, FwdConfig], Verdict] = field(default_factory=dict)
+    proofs: dict[tuple[KernelSpec, Config], Verdict] = field(default_factory=dict)
     # A request that a lost device gave back goes on with the study that this session began, also without --resume.
     begun: set[TuneRequest] = field(default_factory=set)
 
@@ -70,29 +70,29 @@ class _Job:
     bucket: Bucket
     study: TuningStudy
     template_hash: str
-    incumbent: FwdConfig | None
-    relatives: tuple[FwdConfig, ...] = ()
-    timings: dict[FwdConfig, Timing] = field(default_factory=dict)
-    failed: set[FwdConfig] = field(default_factory=set)
+    incumbent: Config | None
+    relatives: tuple[Config, ...] = ()
+    timings: dict[Config, Timing] = field(default_factory=dict)
+    failed: set[Config] = field(default_factory=set)
     # Machine code -> what came of it.
     seen: dict[str, Timing | TrialFailure] = field(default_factory=dict)
 
     @property
-    def default(self) -> FwdConfig:
+    def default(self) -> Config:
         return default_config(self.request.spec)
 
-    def times(self) -> dict[FwdConfig, float]:
+    def times(self) -> dict[Config, float]:
         """Configs that could be chosen, with today's time or an earlier session's."""
         wrong = {config for config, (outcome, _) in self.study.failures().items() if outcome == "wrong"}
         times = {**self.study.times(), **{config: timing.ms for config, timing in self.timings.items()}}
         return {config: ms for config, ms in times.items() if config not in wrong | self.failed}
 
-    def tried(self) -> set[FwdConfig]:
+    def tried(self) -> set[Config]:
         """Configs with a time or a standing failure, of any session; not what the sampler merely proposed."""
         failures = {c for c, (outcome, _) in self.study.standing_failures().items() if outcome != "infeasible"}
         return {*self.study.times(), *self.timings, *self.failed, *failures}
 
-    def ranking(self) -> list[FwdConfig]:
+    def ranking(self) -> list[Config]:
         """What to prove, best first; nothing while it is not known how fast the table's own config is today."""
         if self.incumbent is not None and self.incumbent not in self.timings and self.incumbent not in self.failed:
             return []
@@ -119,7 +119,7 @@ class MeasuredTuning:
         self._stops = 0
         # Of the spec at hand: its size classes mostly try the same configs, and rendering one takes 20 ms.
         self._spec: KernelSpec | None = None
-        self._kernels: dict[FwdConfig, CompiledKernel | CompileError] = {}
+        self._kernels: dict[Config, CompiledKernel | CompileError] = {}
 
     def tune(self, request: TuneRequest) -> None:
         """Tunes one request; its entry is saved as soon as it is proved.
@@ -130,7 +130,7 @@ class MeasuredTuning:
         """
         spec, gpu = request.spec, self._ledger.gpu
         bucket = request.problem.bucket(gpu.num_sms)
-        template_hash = self._tools.template_hash(spec.kind, FwdConfig.family)
+        template_hash = self._tools.template_hash(spec.kind, CONFIGS[spec.kind].family)
         resume = self._options.resume or request in self._shared.begun
         self._shared.begun.add(request)
         with TuningStudy(
@@ -249,7 +249,7 @@ class MeasuredTuning:
                     job.study.abandon(asked)
 
     def _compile(
-        self, spec: KernelSpec, configs: Sequence[FwdConfig], needed: set[int]
+        self, spec: KernelSpec, configs: Sequence[Config], needed: set[int]
     ) -> dict[int, CompiledKernel | CompileError]:
         """Results by index; where the time is up, not all but at least the needed ones."""
         self._ledger.expect("compile", len(configs))
@@ -289,7 +289,7 @@ class MeasuredTuning:
             self._stops = self._ledger.stops
             raise KeyboardInterrupt
 
-    def _time(self, job: _Job, config: FwdConfig, kernel: CompiledKernel | CompileError) -> Timing:
+    def _time(self, job: _Job, config: Config, kernel: CompiledKernel | CompileError) -> Timing:
         from .measure import MeasureRequest
 
         if isinstance(kernel, CompileError):
@@ -314,7 +314,7 @@ class MeasuredTuning:
             raise result
         return result
 
-    def _prove(self, job: _Job, config: FwdConfig) -> str | None:
+    def _prove(self, job: _Job, config: Config) -> str | None:
         """What the gate says of a config that is right; None for any other, which then is no candidate any more."""
         from .measure import GateRequest
 
@@ -361,7 +361,7 @@ class MeasuredTuning:
                 self._ledger.save([self._entry(job, ranked[0], text)])
                 return
 
-    def _entry(self, job: _Job, config: FwdConfig, numerics: str) -> TunedEntry:
+    def _entry(self, job: _Job, config: Config, numerics: str) -> TunedEntry:
         timing = job.timings.get(config) or stored_timing(job.study.times()[config], job.study.attrs(config))
         incumbent = job.timings.get(job.incumbent) if job.incumbent is not None else None
         return TunedEntry(

@@ -25,7 +25,7 @@ from fa2gen.problem import Problem
 from fa2gen.roofline import tile_work
 from fa2gen.spec import FwdConfig, KernelSpec
 
-from .space import register_cap
+from .grid import register_cap
 from .tiles import masked_steps, tile_counts
 
 MODEL_VERSION = "sm80-fwd-2"

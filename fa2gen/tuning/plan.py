@@ -10,7 +10,7 @@ from fa2gen.compile import usable_cores
 from fa2gen.constraints import default_config
 from fa2gen.hardware import Gpu
 from fa2gen.problem import Bucket
-from fa2gen.spec import FwdConfig
+from fa2gen.spec import Config
 
 from . import defaults
 from .report import TuneRequest
@@ -42,10 +42,10 @@ class PlannedRequest:
 
     request: TuneRequest
     bucket: Bucket
-    default: FwdConfig
-    incumbent: FwdConfig | None
-    relatives: tuple[FwdConfig, ...]
-    favourites: tuple[FwdConfig, ...]
+    default: Config
+    incumbent: Config | None
+    relatives: tuple[Config, ...]
+    favourites: tuple[Config, ...]
     legal: int
     excluded: int
 

@@ -17,7 +17,7 @@ from fa2gen.constraints import default_config
 from fa2gen.errors import CompileError, GateError
 from fa2gen.hardware import Gpu
 from fa2gen.problem import Problem
-from fa2gen.spec import FwdConfig, KernelSpec
+from fa2gen.spec import CONFIGS, Config, KernelSpec
 from fa2gen.tables import Measurement, Provenance, TunedEntry, utc_now
 
 from .defaults import PREDICTED_TRIALS
@@ -51,9 +51,9 @@ class _Group:
     spec: KernelSpec
     space: Space
     problems: list[Problem]
-    configs: list[FwdConfig]
-    facts: dict[FwdConfig, Facts] = field(default_factory=dict)
-    failures: dict[FwdConfig, tuple[str, str]] = field(default_factory=dict)
+    configs: list[Config]
+    facts: dict[Config, Facts] = field(default_factory=dict)
+    failures: dict[Config, tuple[str, str]] = field(default_factory=dict)
     missing: int = 0
 
 
@@ -135,7 +135,7 @@ def _groups(requests: Sequence[TuneRequest], ledger: Ledger, trials: int) -> lis
     return groups
 
 
-def _take_result(group: _Group, config: FwdConfig, result: CompiledKernel | CompileError, ledger: Ledger) -> None:
+def _take_result(group: _Group, config: Config, result: CompiledKernel | CompileError, ledger: Ledger) -> None:
     if isinstance(result, CompileError):
         _fail(group, config, "compile_failed", result.full_text, ledger)
     else:
@@ -149,7 +149,7 @@ def _take_result(group: _Group, config: FwdConfig, result: CompiledKernel | Comp
     ledger.step("compile", f"{group.spec.slug()} {config.slug()}")
 
 
-def _fail(group: _Group, config: FwdConfig, outcome: str, reason: str, ledger: Ledger) -> None:
+def _fail(group: _Group, config: Config, outcome: str, reason: str, ledger: Ledger) -> None:
     group.failures[config] = outcome, reason
     ledger.fail(group.spec, config, outcome, reason)
 
@@ -170,9 +170,9 @@ def _settle(
     with contextlib.ExitStack() as stack:
         studies = [stack.enter_context(open_study(group, problem)) for problem in group.problems]
         times = [_record(group, problem, study, ledger) for problem, study in zip(group.problems, studies, strict=True)]
-        proved: dict[FwdConfig, str | None] = {}
+        proved: dict[Config, str | None] = {}
 
-        def prove(config: FwdConfig) -> str | None:
+        def prove(config: Config) -> str | None:
             if config not in proved:
                 if stopping.is_set():
                     raise _Late
@@ -212,7 +212,7 @@ def _study(
         ledger.gpu,
         group.spec,
         problem.bucket(ledger.gpu.num_sms),
-        template_hash=tools.template_hash(group.spec.kind, FwdConfig.family),
+        template_hash=tools.template_hash(group.spec.kind, CONFIGS[group.spec.kind].family),
         space=group.space,
         # Other facts, another model or another problem give other numbers, which must not meet these.
         objective=f"{MODEL_VERSION}, nvcc {tools.nvcc_version()}, {problem}",
@@ -222,7 +222,7 @@ def _study(
     )
 
 
-def _record(group: _Group, problem: Problem, study: TuningStudy, ledger: Ledger) -> dict[FwdConfig, float]:
+def _record(group: _Group, problem: Problem, study: TuningStudy, ledger: Ledger) -> dict[Config, float]:
     """Writes what the compiler said into a problem's study; all predicted times, earlier sessions' included."""
     for config, (outcome, reason) in group.failures.items():
         study.record_failure(config, outcome, reason)
@@ -238,7 +238,7 @@ def _record(group: _Group, problem: Problem, study: TuningStudy, ledger: Ledger)
     return {config: ms for config, ms in times.items() if config not in refused}
 
 
-def _rankings(times: list[dict[FwdConfig, float]]) -> list[list[FwdConfig]]:
+def _rankings(times: list[dict[Config, float]]) -> list[list[Config]]:
     """Configs for each problem, best first; those within ``_TIE`` of the best in the order of the whole spec."""
     best = [min(mine.values(), default=1.0) for mine in times]
     everywhere = {config for mine in times for config in mine}
@@ -257,8 +257,8 @@ def _rankings(times: list[dict[FwdConfig, float]]) -> list[list[FwdConfig]]:
 def _entry(
     group: _Group,
     problem: Problem,
-    config: FwdConfig,
-    times: dict[FwdConfig, float],
+    config: Config,
+    times: dict[Config, float],
     failed: int,
     numerics: str,
     ledger: Ledger,

@@ -15,7 +15,7 @@ from fa2gen.constraints import infeasible_reason
 from fa2gen.errors import CompileError, GateError, UnsupportedError
 from fa2gen.hardware import Gpu, arch_limits, match_device, supported_compute_capabilities
 from fa2gen.problem import Bucket
-from fa2gen.spec import FwdConfig, KernelSpec
+from fa2gen.spec import Config, KernelSpec
 from fa2gen.tables import Regate, Table, TableFile, TunedEntry, save_table, scan_tables, utc_now
 from fa2gen.tables.merge import TemplateHash, is_current, is_gated, is_measured
 
@@ -157,7 +157,7 @@ def _save(status: EntryStatus, text: str, tools: Tools, out: Path | None) -> Non
     save_table(Table(table.gpu, table.target, table.kind, (marked,)), root=out, template_hash=tools.template_hash)
 
 
-_Kernel = tuple[KernelSpec, FwdConfig]
+_Kernel = tuple[KernelSpec, Config]
 
 
 class _Proofs:

@@ -11,7 +11,7 @@ from pathlib import Path
 from fa2gen.errors import ArgumentError
 from fa2gen.hardware import Gpu
 from fa2gen.problem import Bucket, Problem
-from fa2gen.spec import FwdConfig, KernelSpec
+from fa2gen.spec import Config, KernelSpec
 from fa2gen.tables import TunedEntry, save_entries
 from fa2gen.tables.merge import TemplateHash
 from fa2gen.tables.store import cached_table
@@ -126,7 +126,7 @@ class Failure:
     """A config that cannot be chosen: an outcome of ``study.OUTCOMES`` and its reason."""
 
     spec: KernelSpec
-    config: FwdConfig
+    config: Config
     outcome: str
     reason: str
 
@@ -222,7 +222,7 @@ class Ledger:
             self.compiled += compiled
             self.cached += cached
 
-    def fail(self, spec: KernelSpec, config: FwdConfig, outcome: str, reason: str) -> None:
+    def fail(self, spec: KernelSpec, config: Config, outcome: str, reason: str) -> None:
         """Notes a failure once."""
         failure = Failure(spec, config, outcome, reason)
         with self._lock:

@@ -12,10 +12,10 @@ from fa2gen.compile import CompiledKernel
 from fa2gen.constraints import smem_plan
 from fa2gen.hardware import Gpu, occupancy
 from fa2gen.problem import Problem
-from fa2gen.spec import FwdConfig, KernelSpec
+from fa2gen.spec import Config, FwdConfig, KernelSpec
 
 from .model import Facts, predict
-from .space import GRID, config_of, legal_space, params_of
+from .space import GRIDS, legal_space
 
 # Good kernels of this family spill up to about 100 bytes of prologue values; beyond this the loop itself spills.
 MAX_SPILL_BYTES = 512
@@ -25,7 +25,7 @@ _PACKING_SEQLEN = 512
 MAX_ARRAY_BYTES = 64
 
 
-def shortlist(spec: KernelSpec, problems: Sequence[Problem], gpu: Gpu, count: int) -> list[FwdConfig]:
+def shortlist(spec: KernelSpec, problems: Sequence[Problem], gpu: Gpu, count: int) -> list[Config]:
     """The legal configs that the model, before compiling, expects to be fastest over the problems; best first.
 
     Each problem counts alike: configs are ordered by the mean of their time over the problem's best time. Of those that
@@ -34,11 +34,11 @@ def shortlist(spec: KernelSpec, problems: Sequence[Problem], gpu: Gpu, count: in
     """
     configs = legal_space(spec, gpu).configs
     if all(problem.seqlen_q >= _PACKING_SEQLEN for problem in problems):
-        configs = tuple(config for config in configs if not config.pack_gqa)
+        configs = tuple(config for config in configs if not (isinstance(config, FwdConfig) and config.pack_gqa))
     score = _scores(spec, problems, gpu, configs)
-    first: list[FwdConfig] = []
-    others: list[FwdConfig] = []
-    seen: set[FwdConfig] = set()
+    first: list[Config] = []
+    others: list[Config] = []
+    seen: set[Config] = set()
     for config in sorted(score, key=score.__getitem__):
         kind = replace(config, num_stages=1, min_blocks=1)
         (others if kind in seen else first).append(config)
@@ -46,11 +46,12 @@ def shortlist(spec: KernelSpec, problems: Sequence[Problem], gpu: Gpu, count: in
     return [*first, *others][:count]
 
 
-def neighbours(spec: KernelSpec, problem: Problem, gpu: Gpu, configs: Sequence[FwdConfig]) -> list[FwdConfig]:
+def neighbours(spec: KernelSpec, problem: Problem, gpu: Gpu, configs: Sequence[Config]) -> list[Config]:
     """The legal configs that differ in a single tunable from one of these: of each in turn, in the model's order."""
-    legal, lists = {*legal_space(spec, gpu).configs}, []
+    grid, legal, lists = GRIDS[spec.kind], {*legal_space(spec, gpu).configs}, []
     for config in configs:
-        points = [config_of({**params_of(config), name: value}) for name, values in GRID.items() for value in values]
+        params = grid.params_of(config)
+        points = [grid.config_of({**params, name: value}) for name, values in grid.values.items() for value in values]
         near = dict.fromkeys(point for point in points if point is not None and point in legal)
         score = _scores(spec, [problem], gpu, tuple(near))
         lists.append(sorted(score, key=score.__getitem__))
@@ -58,9 +59,7 @@ def neighbours(spec: KernelSpec, problem: Problem, gpu: Gpu, configs: Sequence[F
     return [config for config in mixed if config not in configs]
 
 
-def _scores(
-    spec: KernelSpec, problems: Sequence[Problem], gpu: Gpu, configs: Sequence[FwdConfig]
-) -> dict[FwdConfig, float]:
+def _scores(spec: KernelSpec, problems: Sequence[Problem], gpu: Gpu, configs: Sequence[Config]) -> dict[Config, float]:
     score = dict.fromkeys(configs, 0.0)
     for problem in problems:
         times = {config: predict(spec, config, problem, gpu).ms for config in configs}

@@ -26,9 +26,9 @@ from fa2gen.data import user_folder
 from fa2gen.errors import StudyError
 from fa2gen.hardware import Gpu
 from fa2gen.problem import Bucket
-from fa2gen.spec import FwdConfig, KernelSpec
+from fa2gen.spec import Config, KernelSpec
 
-from .space import GRID, Space, config_of, exclusion_reason, params_of
+from .space import GRIDS, Space, exclusion_reason
 from .storage import Database, Journal
 
 OUTCOMES = ("infeasible", "compile_failed", "spilled", "launch_failed", "wrong", "timeout")
@@ -57,7 +57,9 @@ def study_name(
 
     The grid is part of it: Optuna refuses a study whose parameters had other values.
     """
-    identity = json.dumps([gpu, spec.key(), bucket.label(), family, template_hash, space_key, objective, GRID])
+    identity = json.dumps(
+        [gpu, spec.key(), bucket.label(), family, template_hash, space_key, objective, GRIDS[spec.kind].values]
+    )
     digest = hashlib.sha256(identity.encode()).hexdigest()[:12]
     return f"{gpu}_{spec.slug()}_{bucket.label()}_{family}_{digest}"
 
@@ -66,7 +68,7 @@ def study_name(
 class Asked:
     """A config to try; give it back with ``TuningStudy.complete`` or ``TuningStudy.fail``."""
 
-    config: FwdConfig
+    config: Config
     trial: Any
 
 
@@ -122,14 +124,15 @@ class TuningStudy:
         storage: str | None = None,
     ) -> None:
         self._gpu, self._spec, self._space = gpu, spec, space
+        self._grid = GRIDS[spec.kind]
         self._random = random.Random(seed)
         self._distributions: dict[str, BaseDistribution] = {
-            name: CategoricalDistribution(values) for name, values in GRID.items()
+            name: CategoricalDistribution(values) for name, values in self._grid.values.items()
         }
         self.name = study_name(gpu.name, spec, bucket, family, template_hash, space.key(), objective)
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self._memory = optuna.create_study(sampler=_sampler(seed))
-        self._proposed: dict[FwdConfig, Any] = {}
+        self._proposed: dict[Config, Any] = {}
         sampler = _sampler(seed + 1)
         self._home: Journal | Database
         if storage is None:
@@ -164,15 +167,12 @@ class TuningStudy:
         """The journal's file; None for a study in a database."""
         return self._home.path if isinstance(self._home, Journal) else None
 
-    def enqueue(self, config: FwdConfig) -> bool:
+    def enqueue(self, config: Config) -> bool:
         """Puts a config in front of the sampler's; False if it lies outside the grid or its outcome is known."""
-        params = params_of(config)
-        if any(value not in GRID[name] for name, value in params.items()) or config_of(params) != config:
-            return False
-        if config in self.times() or config in self.standing_failures():
+        if not self._grid.holds(config) or config in self.times() or config in self.standing_failures():
             return False
         with _quietly():
-            self._study.enqueue_trial(params)
+            self._study.enqueue_trial(self._grid.params_of(config))
         return True
 
     def ask(self) -> Asked | None:
@@ -183,7 +183,7 @@ class TuningStudy:
                 return None
             # Takes the waiting trial; if another process took it first, the journal's sampler makes up another.
             trial = self._study.ask(self._distributions)
-            config = config_of(trial.params)
+            config = self._grid.config_of(trial.params)
             reason = self._exclusion(config)
             if config is None or reason is not None:
                 self._tell_failure(trial, "infeasible", str(reason))
@@ -198,15 +198,15 @@ class TuningStudy:
                 return Asked(config, trial)
             failed, running = self.standing_failures(), self._running()
 
-    def _exclusion(self, config: FwdConfig | None) -> str | None:
+    def _exclusion(self, config: Config | None) -> str | None:
         if config is None:
-            return "step_divisor gives no whole 16-key steps"
+            return "step_divisor gives no whole steps of 16"
         return exclusion_reason(self._spec, config, self._gpu.arch)
 
     def _has_waiting(self) -> bool:
         return bool(self._study.get_trials(deepcopy=False, states=(TrialState.WAITING,)))
 
-    def _propose(self, taken: set[FwdConfig]) -> bool:
+    def _propose(self, taken: set[Config]) -> bool:
         """Enqueues a config that is worth trying; False if none is left.
 
         Nine points of ten are illegal, and a trial costs the journal a dozen synced writes: so the sampler runs on a
@@ -218,7 +218,7 @@ class TuningStudy:
         self._sync()
         for _ in range(_MAX_WASTED_ASKS):
             trial = self._memory.ask(self._distributions)
-            config = config_of(trial.params)
+            config = self._grid.config_of(trial.params)
             reason = self._exclusion(config)
             if config is None or reason is not None:
                 self._memory.tell(trial, state=TrialState.PRUNED)
@@ -231,16 +231,16 @@ class TuningStudy:
                     self._study.enqueue_trial(trial.params)
                 return True
         with _quietly():
-            self._study.enqueue_trial(params_of(self._random.choice(left)))
+            self._study.enqueue_trial(self._grid.params_of(self._random.choice(left)))
         return True
 
     def _sync(self) -> None:
         """Brings the copy in memory up to date with what this and other processes finished."""
         for trial in self._study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED)):
-            if trial.number in self._synced or set(trial.params) != set(GRID):
+            if trial.number in self._synced or set(trial.params) != set(self._grid.values):
                 continue
             self._synced.add(trial.number)
-            config = config_of(trial.params)
+            config = self._grid.config_of(trial.params)
             mine = self._proposed.pop(config, None) if config is not None else None
             if mine is None:
                 self._memory.add_trial(trial)
@@ -270,7 +270,7 @@ class TuningStudy:
         """Records why a config has no time."""
         self._tell_failure(asked.trial, outcome, reason)
 
-    def record(self, config: FwdConfig, ms: float, **attrs: Any) -> None:
+    def record(self, config: Config, ms: float, **attrs: Any) -> None:
         """Adds a config whose time was found without asking, as a finished trial; a known one is left as it is.
 
         A failure before it was of that session, e.g. of a compiler that was killed; the gate's verdict stands.
@@ -278,21 +278,22 @@ class TuningStudy:
         if self.failures().get(config, ("",))[0] != "wrong":
             self._add(config, TrialState.COMPLETE, ms, attrs)
 
-    def record_failure(self, config: FwdConfig, outcome: str, reason: str) -> None:
+    def record_failure(self, config: Config, outcome: str, reason: str) -> None:
         """Adds a config that failed without having been asked for; a known one is left as it is."""
         _require_outcome(outcome)
         if config not in self.standing_failures():
             self._add(config, TrialState.PRUNED, None, {"outcome": outcome, "reason": reason})
 
-    def _add(self, config: FwdConfig, state: TrialState, ms: float | None, attrs: dict[str, Any]) -> None:
-        params = params_of(config)
+    def _add(self, config: Config, state: TrialState, ms: float | None, attrs: dict[str, Any]) -> None:
         # The default may lie outside the grid; its numbers are in the tables, not in the study.
-        if any(value not in GRID[name] for name, value in params.items()) or config_of(params) != config:
-            return
-        if config in self.times():
+        if not self._grid.holds(config) or config in self.times():
             return
         trial = optuna.trial.create_trial(
-            state=state, value=ms, params=params, distributions=self._distributions, user_attrs=attrs
+            state=state,
+            value=ms,
+            params=self._grid.params_of(config),
+            distributions=self._distributions,
+            user_attrs=attrs,
         )
         self._study.add_trial(trial)
 
@@ -301,25 +302,25 @@ class TuningStudy:
         with contextlib.suppress(Exception):
             self._study.tell(asked.trial, state=TrialState.FAIL)
 
-    def reject(self, config: FwdConfig, reason: str) -> None:
+    def reject(self, config: Config, reason: str) -> None:
         """Marks a timed config as wrong: its time stays on record, but it is no candidate any more."""
         self._study.set_user_attr(f"wrong:{config.key()}", {"slug": config.slug(), "reason": reason})
 
-    def times(self) -> dict[FwdConfig, float]:
+    def times(self) -> dict[Config, float]:
         """Configs with a time, milliseconds, fastest first; rejected ones left out."""
         wrong = {name.partition(":")[2] for name in self._study.user_attrs if name.startswith("wrong:")}
         times = {}
         for trial in self._study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,)):
-            config = config_of(trial.params)
+            config = self._grid.config_of(trial.params)
             if config is not None and config.key() not in wrong:
                 times[config] = float(trial.values[0])
         return dict(sorted(times.items(), key=lambda item: item[1]))
 
-    def failures(self) -> dict[FwdConfig, tuple[str, str]]:
+    def failures(self) -> dict[Config, tuple[str, str]]:
         """Configs that cannot be chosen: outcome and reason; not those that were timed after all."""
         return self._failures(frozenset())
 
-    def standing_failures(self) -> dict[FwdConfig, tuple[str, str]]:
+    def standing_failures(self) -> dict[Config, tuple[str, str]]:
         """Those of :meth:`failures` that no session need try again: the others failed to compile in an earlier one.
 
         That can have been the machine's fault (a compiler that was killed, a full disk), so each session asks once
@@ -327,14 +328,14 @@ class TuningStudy:
         """
         return self._failures(self._void)
 
-    def _failures(self, void: Set[int]) -> dict[FwdConfig, tuple[str, str]]:
+    def _failures(self, void: Set[int]) -> dict[Config, tuple[str, str]]:
         failures = {}
         for trial in self._study.get_trials(deepcopy=False, states=(TrialState.PRUNED,)):
-            config = config_of(trial.params)
+            config = self._grid.config_of(trial.params)
             if config is not None and "outcome" in trial.user_attrs and trial.number not in void:
                 failures[config] = (trial.user_attrs["outcome"], trial.user_attrs.get("reason", ""))
         for trial in self._study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,)):
-            config = config_of(trial.params)
+            config = self._grid.config_of(trial.params)
             if config is None:
                 continue
             failures.pop(config, None)
@@ -343,17 +344,17 @@ class TuningStudy:
                 failures[config] = ("wrong", verdict["reason"])
         return failures
 
-    def attrs(self, config: FwdConfig) -> dict[str, Any]:
+    def attrs(self, config: Config) -> dict[str, Any]:
         """What :meth:`complete` stored with a config."""
         for trial in self._study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,)):
-            if config_of(trial.params) == config and trial.user_attrs:
+            if self._grid.config_of(trial.params) == config and trial.user_attrs:
                 return dict(trial.user_attrs)
         return {}
 
-    def _running(self) -> set[FwdConfig]:
+    def _running(self) -> set[Config]:
         running = self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
-        complete = [trial.params for trial in running if set(trial.params) == set(GRID)]
-        return {config for config in map(config_of, complete) if config is not None}
+        complete = [trial.params for trial in running if set(trial.params) == set(self._grid.values)]
+        return {config for config in map(self._grid.config_of, complete) if config is not None}
 
     def _tell_failure(self, trial: Any, outcome: str, reason: str) -> None:
         _require_outcome(outcome)

@@ -13,7 +13,7 @@ from fa2gen.compile import CompiledKernel, compile_many, find_nvcc
 from fa2gen.constraints import default_config
 from fa2gen.driver import DeviceInfo, device_count, device_info, unavailable_reason
 from fa2gen.errors import CompileError, EmulatorError, GateError
-from fa2gen.spec import FwdConfig, KernelSpec
+from fa2gen.spec import Config, KernelSpec
 from fa2gen.tables.store import search_dirs
 
 from .worker import Worker
@@ -38,7 +38,7 @@ def _compile_many(
     return compile_many(jobs, on_done=on_done)
 
 
-def prove_in_emulator(spec: KernelSpec, config: FwdConfig) -> str:
+def prove_in_emulator(spec: KernelSpec, config: Config) -> str:
     """Runs the gate's quick cases through the emulator; what the gate says.
 
     Raises:
@@ -125,9 +125,9 @@ class Tools:
         table_roots: Folder to save to, or None -> folders of tables that may hold an incumbent, nearest first.
     """
 
-    render: Callable[[KernelSpec, FwdConfig], KernelSource] = render_kernel
+    render: Callable[[KernelSpec, Config], KernelSource] = render_kernel
     compile_many: CompileMany = _compile_many
-    prove: Callable[[KernelSpec, FwdConfig], str] = prove_in_emulator
+    prove: Callable[[KernelSpec, Config], str] = prove_in_emulator
     require_emulator: Callable[[], None] = _require_emulator
     template_hash: Callable[[str, str], str] = template_hash
     nvcc_version: Callable[[], str] = _nvcc_version

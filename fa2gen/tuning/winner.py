@@ -9,7 +9,7 @@ from pathlib import Path
 from fa2gen.constraints import borrowed_config, infeasible_reason
 from fa2gen.hardware import Gpu
 from fa2gen.problem import Bucket
-from fa2gen.spec import FwdConfig, KernelSpec
+from fa2gen.spec import Config, KernelSpec
 from fa2gen.tables import NOISE_BAND, TunedEntry, table_path
 from fa2gen.tables.lookup import bucket_distance
 from fa2gen.tables.merge import is_measured
@@ -20,7 +20,7 @@ from fa2gen.tables.store import cached_table
 MAX_RELATIVES = 6
 
 
-def find_incumbent(spec: KernelSpec, bucket: Bucket, gpu: Gpu, roots: Iterable[Path]) -> FwdConfig | None:
+def find_incumbent(spec: KernelSpec, bucket: Bucket, gpu: Gpu, roots: Iterable[Path]) -> Config | None:
     """What the tables hold for the spec and bucket, stale or not: a measured entry of the first folder that has one.
 
     None if none knows a config that is still legal. As in a lookup, an earlier folder's prediction hides no measured
@@ -34,14 +34,12 @@ def find_incumbent(spec: KernelSpec, bucket: Bucket, gpu: Gpu, roots: Iterable[P
     return min(found, key=lambda entry: not is_measured(entry)).config if found else None
 
 
-def find_relatives(
-    spec: KernelSpec, bucket: Bucket, gpu: Gpu, roots: Iterable[Path], count: int
-) -> tuple[FwdConfig, ...]:
+def find_relatives(spec: KernelSpec, bucket: Bucket, gpu: Gpu, roots: Iterable[Path], count: int) -> tuple[Config, ...]:
     """Configs that were measured to be fastest for the same head dim and mask: other sizes, heads, the other dtype.
 
     Nearest first, of equally near ones the same dtype; each made legal as a lookup would, or left out.
     """
-    near: list[tuple[float, bool, FwdConfig]] = []
+    near: list[tuple[float, bool, Config]] = []
     for entry in _entries(spec.kind, gpu, roots):
         other = entry.spec
         if (other.head_dim, other.causal, other.alignment) != (spec.head_dim, spec.causal, spec.alignment):
@@ -62,11 +60,11 @@ def _entries(kind: str, gpu: Gpu, roots: Iterable[Path]) -> list[TunedEntry]:
 
 
 def ranking(
-    times: Mapping[FwdConfig, float],
-    incumbent: FwdConfig | None,
-    today: Collection[FwdConfig],
+    times: Mapping[Config, float],
+    incumbent: Config | None,
+    today: Collection[Config],
     noise_band: float = NOISE_BAND,
-) -> list[FwdConfig]:
+) -> list[Config]:
     """Configs in the order in which they should be proved, the first that is right being kept.
 
     Args:

@@ -20,7 +20,7 @@ from fa2gen.hardware import Gpu, get_gpu
 from fa2gen.problem import Problem
 from fa2gen.spec import FwdConfig, KernelSpec
 from fa2gen.tables import Measurement, Provenance, TunedEntry, save_entries, utc_now
-from fa2gen.tuning.space import exclusion_reason, grid, legal_space
+from fa2gen.tuning.space import GRIDS, exclusion_reason, legal_space
 
 # No table ships for sm_86, so that these see only what a test saves.
 A10, A40 = get_gpu("a10"), get_gpu("a40")
@@ -279,7 +279,7 @@ def test_legal_configs_that_the_tuner_leaves_out() -> None:
 def test_excluded_configs_are_grouped_and_all_there() -> None:
     e = explained()
     members = [member for group in e.excluded for member in group.configs]
-    assert e.legal + len(members) == len(list(grid()))
+    assert e.legal + len(members) == len(GRIDS["fwd"].configs(False))
     assert dict(members) == dict(legal_space(SPEC, A100).excluded)
     assert all(reason == exclusion_reason(SPEC, config, A100.arch) for config, reason in members)
     sizes = [len(group.configs) for group in e.excluded]

@@ -21,7 +21,7 @@ from fa2gen.problem import Problem
 from fa2gen.spec import FwdConfig, KernelSpec
 from fa2gen.tables import SOURCES, TunedEntry, load_table, lookup, parse_table, render_table, save_entries, table_path
 from fa2gen.tables.store import cached_table
-from fa2gen.tuning.space import GRID, Space, legal_space
+from fa2gen.tuning.space import GRIDS, Space, legal_space
 from fa2gen.tuning.storage import Database, Journal
 from fa2gen.tuning.study import TuningStudy
 from tests.tuning_fakes import PROBLEM, entry, table
@@ -123,7 +123,9 @@ def _home(kind: str, folder: Path, number: int = 0) -> Journal | Database:
 def _try(number: int, kind: str, folder: Path, trials: int) -> None:
     home = _home(kind, folder, number)
     for step in range(trials):
-        trial = home.study.ask({"num_warps": optuna.distributions.CategoricalDistribution(GRID["num_warps"])})
+        trial = home.study.ask(
+            {"num_warps": optuna.distributions.CategoricalDistribution(GRIDS["fwd"].values["num_warps"])}
+        )
         home.begin(trial)
         trial.set_user_attr("mine", f"{number}/{step}")
         home.study.tell(trial, float(number))

@@ -14,10 +14,11 @@ from fa2gen.constraints import default_config, infeasible_reason, smem_plan
 from fa2gen.hardware import get_gpu, list_gpus
 from fa2gen.problem import Problem
 from fa2gen.spec import NATIVE_HEAD_DIMS, FwdConfig, KernelSpec
+from fa2gen.tuning.grid import register_cap
 from fa2gen.tuning.model import Facts, estimate_facts, predict
 from fa2gen.tuning.report import usual_problem
 from fa2gen.tuning.shortlist import neighbours, shortlist
-from fa2gen.tuning.space import config_of, grid, legal_space, params_of, register_cap
+from fa2gen.tuning.space import GRIDS, legal_space
 from fa2gen.tuning.tiles import masked_steps, tile_counts
 
 A100, H200 = get_gpu("a100"), get_gpu("h200")
@@ -25,6 +26,7 @@ A100, H200 = get_gpu("a100"), get_gpu("h200")
 EACH_ARCH = tuple({gpu.compute_capability: gpu for gpu in list_gpus()}.values())
 GOOD = FwdConfig(softmax="guarded")
 SPEC = KernelSpec()
+GRID = GRIDS["fwd"]
 
 
 def problem(spec, seqlen, tokens=16384):
@@ -39,7 +41,7 @@ def test_the_space_is_the_legal_part_of_the_grid():
             space = legal_space(spec, gpu)
             assert len(space.configs) >= 24
             assert all(infeasible_reason(spec, config, gpu.arch) is None for config in space.configs)
-            assert {*space.configs, *(config for config, _ in space.excluded)} == set(grid())
+            assert {*space.configs, *(config for config, _ in space.excluded)} == set(GRID.configs(False))
             assert all(reason for _, reason in space.excluded)
 
 
@@ -64,9 +66,9 @@ def test_exclusions_name_their_limit():
 
 
 def test_params_and_configs_correspond():
-    for config in grid():
-        assert config_of(params_of(config)) == config
-    assert config_of({**params_of(GOOD), "block_n": 64, "step_divisor": 3}) is None
+    for config in GRID.configs(False):
+        assert GRID.config_of(GRID.params_of(config)) == config
+    assert GRID.config_of({**GRID.params_of(GOOD), "block_n": 64, "step_divisor": 3}) is None
 
 
 def test_space_keys_tell_spaces_apart():
@@ -161,7 +163,7 @@ def test_neighbours_differ_in_one_tunable():
     assert set(near) == {
         config
         for config in legal
-        if sum(value != params_of(first)[name] for name, value in params_of(config).items()) == 1
+        if sum(value != GRID.params_of(first)[name] for name, value in GRID.params_of(config).items()) == 1
     }
     both = neighbours(SPEC, size, H200, [first, second])
     assert len(set(both)) == len(both)

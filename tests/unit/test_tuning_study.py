@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import optuna
@@ -18,7 +19,7 @@ from fa2gen.constraints import infeasible_reason
 from fa2gen.errors import StudyError
 from fa2gen.hardware import get_gpu
 from fa2gen.spec import FwdConfig, KernelSpec
-from fa2gen.tuning.space import GRID, Space, legal_space
+from fa2gen.tuning.space import GRIDS, Space, legal_space
 from fa2gen.tuning.storage import require_storage
 from fa2gen.tuning.study import OUTCOMES, TuningStudy, study_name
 from tests.tuning_fakes import PROBLEM
@@ -155,7 +156,8 @@ def test_another_grid_is_another_study(monkeypatch):
     # Optuna refuses a study whose parameters had other values.
     arguments = ("a100", SPEC, BUCKET, "sm80", "t", "s", "measured")
     before = study_name(*arguments)
-    monkeypatch.setattr("fa2gen.tuning.study.GRID", {**GRID, "num_warps": (4,)})
+    grid = GRIDS[SPEC.kind]
+    monkeypatch.setitem(GRIDS, SPEC.kind, replace(grid, values={**grid.values, "num_warps": (4,)}))
     assert study_name(*arguments) != before
 
 
