@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fa2gen.reference import attention_forward, chunks, plain16_forward, weight_noise
+from fa2gen import reference
+from fa2gen.reference import attention_forward, plain16_forward, weight_noise
 
 
 def _inputs(batch: int, seqlen_q: int, seqlen_k: int, heads_q: int, heads_k: int, head_dim: int) -> list[Tensor]:
@@ -39,11 +40,11 @@ def _torch_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
         (1, 129, 129, 4, 1, 8),
     ],
 )
-@pytest.mark.parametrize("chunk", [chunks.MAX_CHUNK_ELEMENTS, 5000, 150])
+@pytest.mark.parametrize("chunk", [reference.MAX_CHUNK_ELEMENTS, 5000, 150])
 def test_equals_torch_in_float64(
     sizes: tuple[int, ...], causal: bool, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chunks, "MAX_CHUNK_ELEMENTS", chunk)
+    monkeypatch.setattr(reference, "MAX_CHUNK_ELEMENTS", chunk)
     q, k, v = _inputs(*sizes)
     out, lse = attention_forward(q, k, v, causal=causal)
     ref, ref_lse = _torch_attention(q, k, v, causal, None)
@@ -80,9 +81,9 @@ def test_gigantic_logits() -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("chunk", [chunks.MAX_CHUNK_ELEMENTS, 400])
+@pytest.mark.parametrize("chunk", [reference.MAX_CHUNK_ELEMENTS, 400])
 def test_what_no_query_sees_has_no_influence(bad: float, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunks, "MAX_CHUNK_ELEMENTS", chunk)
+    monkeypatch.setattr(reference, "MAX_CHUNK_ELEMENTS", chunk)
     q, k, v = _inputs(2, 9, 33, 4, 2, 16)
     clean, clean_lse = attention_forward(q, k, v, causal=True)
     k[:, 30:], v[:, 30:] = bad, bad
@@ -144,7 +145,7 @@ def test_weight_noise_is_the_root_of_summed_squares() -> None:
 
 def test_memory_stays_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every intermediate obeys the bound as soon as one row of scores fits it."""
-    monkeypatch.setattr(chunks, "MAX_CHUNK_ELEMENTS", 1 << 14)
+    monkeypatch.setattr(reference, "MAX_CHUNK_ELEMENTS", 1 << 14)
     largest = 0
     matmul = torch.matmul
 

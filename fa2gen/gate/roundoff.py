@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .backward import Gradients, chunk_terms, pairwise, to_keys, to_queries
-from .chunks import default_scale
+from fa2gen.reference import Gradients, chunk_terms, default_scale, pairwise, to_keys, to_queries
 
 FLOAT32_ULP = 2.0**-23
 
@@ -35,7 +34,7 @@ def backward_roundoff(
       about 1e6 on, no kernel that is given a float32 LSE knows P to better than a tenth.
 
     Args:
-        q, k, v, do, causal, softmax_scale, dlse: See :func:`attention_backward`.
+        q, k, v, do, causal, softmax_scale, dlse: See :func:`fa2gen.reference.attention_backward`.
 
     Returns:
         Three float64 tensors shaped like q, k and v, without the roundings of the gradients themselves.
