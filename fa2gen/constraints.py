@@ -1,11 +1,17 @@
-"""Which configs are legal, and the shared-memory plan: the only arithmetic on shared memory and registers there is."""
+"""Which configs are legal, and the shared-memory plan: the only arithmetic on shared memory and registers there is.
+
+The backward's half of it is in ``constraints_backward.py``; what is asked here serves both kinds.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from . import constraints_backward as backward
+from .constraints_backward import BwdSmemPlan
 from .hardware import ArchLimits, occupancy
-from .spec import FwdConfig, KernelSpec
+from .spec import CONFIGS, BwdConfig, Config, FwdConfig, KernelSpec
+from .tiles import panel_columns, rows_per_pass
 
 _BYTES_PER_ELEMENT = 2
 # Registers beyond accumulators and fragments: addresses, row state, loop and schedule. Compiled kernels of the sm80
@@ -31,7 +37,7 @@ class SmemPlan:
 
 
 def smem_plan(spec: KernelSpec, config: FwdConfig) -> SmemPlan:
-    """Where the tiles lie; rendered into the kernel, which asserts it."""
+    """Where the forward's tiles lie; rendered into the kernel, which asserts it."""
     row = spec.native_head_dim * _BYTES_PER_ELEMENT
     k = config.block_m * row
     v = k + config.num_stages * config.block_n * row
@@ -44,25 +50,21 @@ def smem_plan(spec: KernelSpec, config: FwdConfig) -> SmemPlan:
     return SmemPlan(q=0, k=k, v=v, p=p, exchange=exchange, barriers=barriers, total=total)
 
 
-def panel_columns(spec: KernelSpec) -> int:
-    """Columns of a panel, the unit of a tile's layout: 64 (rows of 128 bytes), or 32 where 64 do not divide the width.
-
-    A tile of 96 columns would otherwise be padded to 128: a third more shared memory, and a third more arithmetic.
-    """
-    return 64 if spec.native_head_dim % 64 == 0 else 32
-
-
-def rows_per_pass(spec: KernelSpec, config: FwdConfig) -> int:
-    """Rows of K or V that a block copies at a time: a thread for each 16 bytes of a panel row."""
-    return config.num_threads * 8 // panel_columns(spec)
+def smem_bytes(spec: KernelSpec, config: Config) -> int:
+    """Dynamic shared memory of a block of the main kernel."""
+    plan: SmemPlan | BwdSmemPlan
+    plan = backward.smem_plan(spec, config) if isinstance(config, BwdConfig) else smem_plan(spec, config)
+    return plan.total
 
 
-def estimate_registers(spec: KernelSpec, config: FwdConfig) -> int:
+def estimate_registers(spec: KernelSpec, config: Config) -> int:
     """Lower estimate of the registers a thread needs without spilling.
 
-    acc_o and acc_s in float32, Q's fragments where they are kept, and a fixed part. P's fragments take over acc_s's
-    registers as it dies.
+    Forward: acc_o and acc_s in float32, Q's fragments where they are kept, and a fixed part. P's fragments take over
+    acc_s's registers as it dies.
     """
+    if isinstance(config, BwdConfig):
+        return backward.estimate_registers(spec, config) + _REGISTERS_BESIDES
     rows = config.warp_rows
     acc_o = rows * spec.native_head_dim // config.warps_n // 32
     acc_s = rows * config.step_n // config.warps_n // 32
@@ -70,11 +72,13 @@ def estimate_registers(spec: KernelSpec, config: FwdConfig) -> int:
     return acc_o + acc_s + frag_q + _REGISTERS_BESIDES
 
 
-def infeasible_reason(spec: KernelSpec, config: FwdConfig, arch: ArchLimits) -> str | None:
+def infeasible_reason(spec: KernelSpec, config: Config, arch: ArchLimits) -> str | None:
     """Why a config cannot serve a spec on an architecture, or None if it can.
 
     The reason is one clause that names the tunable and the limit.
     """
+    if not isinstance(config, CONFIGS[spec.kind]):
+        return f"a {type(config).__name__} is for kind {'fwd' if isinstance(config, FwdConfig) else 'bwd'}"
     for check in (_shape_reason, _block_reason, _residency_reason):
         reason = check(spec, config, arch)
         if reason:
@@ -82,8 +86,10 @@ def infeasible_reason(spec: KernelSpec, config: FwdConfig, arch: ArchLimits) -> 
     return None
 
 
-def config_reason(config: FwdConfig) -> str | None:
+def config_reason(config: Config) -> str | None:
     """Why a config can serve no spec on any architecture, or None if some spec may take it."""
+    if isinstance(config, BwdConfig):
+        return backward.config_reason(config)
     if config.num_warps not in (1, 2, 4, 8, 16):
         return f"num_warps {config.num_warps} is not a power of two up to 16"
     if config.warps_n > 2 or (config.warps_n > 1 and config.num_warps < 4):
@@ -112,9 +118,11 @@ def config_reason(config: FwdConfig) -> str | None:
     return None
 
 
-def _shape_reason(spec: KernelSpec, config: FwdConfig, arch: ArchLimits) -> str | None:
+def _shape_reason(spec: KernelSpec, config: Config, arch: ArchLimits) -> str | None:
     if reason := config_reason(config):
         return reason
+    if isinstance(config, BwdConfig):
+        return backward.shape_reason(spec, config, arch)
     pass_rows = rows_per_pass(spec, config)
     if config.block_n % pass_rows:
         return f"block_n {config.block_n} is not whole copy passes of {pass_rows} rows"
@@ -129,8 +137,8 @@ def _shape_reason(spec: KernelSpec, config: FwdConfig, arch: ArchLimits) -> str 
     return None
 
 
-def _block_reason(spec: KernelSpec, config: FwdConfig, arch: ArchLimits) -> str | None:
-    smem = smem_plan(spec, config).total
+def _block_reason(spec: KernelSpec, config: Config, arch: ArchLimits) -> str | None:
+    smem = smem_bytes(spec, config)
     if smem > arch.max_smem_per_block:
         return f"{smem} bytes of shared memory, {arch.target} grants a block {arch.max_smem_per_block}"
     if config.num_threads > arch.max_threads_per_block:
@@ -141,24 +149,29 @@ def _block_reason(spec: KernelSpec, config: FwdConfig, arch: ArchLimits) -> str 
     return None
 
 
-def _residency_reason(spec: KernelSpec, config: FwdConfig, arch: ArchLimits) -> str | None:
+def _residency_reason(spec: KernelSpec, config: Config, arch: ArchLimits) -> str | None:
     registers = min(arch.max_registers_per_thread, estimate_registers(spec, config))
-    possible = occupancy(arch, config.num_threads, registers, smem_plan(spec, config).total)
+    possible = occupancy(arch, config.num_threads, registers, smem_bytes(spec, config))
     if possible.blocks_per_sm < config.min_blocks:
         return f"min_blocks {config.min_blocks}: only {possible.blocks_per_sm} fit an SM, limited by {possible.limiter}"
     return None
 
 
-def borrowed_config(spec: KernelSpec, config: FwdConfig) -> tuple[FwdConfig, str]:
+def borrowed_config(spec: KernelSpec, config: Config) -> tuple[Config, str]:
     """A config of another spec without what this spec's dtype or heads forbid, and what was changed.
 
     A block-wide proof becomes one of each step (fp16's range is too narrow for it), packed heads come apart where there
-    is nothing to pack. The rest may still be illegal; see :func:`infeasible_reason`.
+    is nothing to pack; a backward's heads stay together where there is one, or their order must be fixed. The rest may
+    still be illegal; see :func:`infeasible_reason`.
 
     Returns:
         The config, and the changes in words; ``""`` if there are none.
     """
     changes = []
+    if isinstance(config, BwdConfig):
+        if config.split_heads and (spec.gqa_ratio == 1 or spec.deterministic):
+            return replace(config, split_heads=False), "heads not split"
+        return config, ""
     if config.proof == "block" and spec.dtype == "fp16":
         config = replace(config, proof="step")
         changes.append("proof step instead of block")
@@ -168,7 +181,12 @@ def borrowed_config(spec: KernelSpec, config: FwdConfig) -> tuple[FwdConfig, str
     return config, ", ".join(changes)
 
 
-def default_config(spec: KernelSpec) -> FwdConfig:
+def default_config(spec: KernelSpec) -> Config:
+    """A config that is legal for every spec of its kind on every architecture from 8.0 up, and fast on all."""
+    return backward.default_config(spec) if spec.kind == "bwd" else default_forward_config(spec)
+
+
+def default_forward_config(spec: KernelSpec) -> FwdConfig:
     """A config that is legal for every spec on every architecture from 8.0 up, and fast on all.
 
     At least four warps find room on an SM that grants a block 99 KB, eight where it has 164. Up to head dim 128 a warp

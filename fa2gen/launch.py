@@ -1,7 +1,6 @@
 """From a problem to launches: grid, parameters, workspaces. The one place where a kernel's launch rule is computed.
 
-A plan is a list from the start: the forward has one launch and no workspace; kinds that need several (a backward, a
-split over keys) add to the lists.
+The forward has one launch and no workspace; a backward has three, which share workspaces.
 """
 
 from __future__ import annotations
@@ -10,16 +9,18 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from .codegen import FWD_PARAMS
-from .constraints import rows_per_pass, smem_plan
+from .codegen import BWD_PARAMS, BWD_POSTPROCESS_PARAMS, BWD_PREPROCESS_PARAMS, FWD_PARAMS
+from .codegen.render import launch_size
+from .constraints_backward import POSTPROCESS_ROWS, PREPROCESS_ROWS
 from .errors import ArgumentError, UnsupportedError
 from .problem import MAX_SEQLEN, Problem
-from .spec import FwdConfig, KernelSpec
+from .spec import BwdConfig, Config, FwdConfig, KernelSpec
+from .tiles import rows_per_pass
 
 POINTERS = FWD_PARAMS.pointers
 """Pointer fields that lead the parameter struct: pointer i is the 8 bytes at 8 * i. Null in a fresh plan."""
 
-_MAX_INT = _MAX_GRID_X = 2**31 - 1
+_MAX_INT = 2**31 - 1
 # The kernel multiplies scores by scale_log2 even where softmax_scale is 0. A positive value this small makes every
 # exponent 0 for any finite score (2^128 * 2^-149 = 2^-21), while -inf, a masked score, stays -inf (0 * -inf would be
 # NaN). It is float32's smallest number; neither the GPU's fma and mul nor the emulator's flush it.
@@ -29,8 +30,9 @@ _FLOAT32_MAX = 2.0**128 - 2.0**104
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel launch; ``params`` is the packed struct with null pointers."""
+    """One launch of ``kernel``; ``params`` is the packed struct with null pointers."""
 
+    kernel: str
     grid: tuple[int, int, int]
     num_threads: int
     smem_bytes: int
@@ -39,11 +41,13 @@ class Launch:
 
 @dataclass(frozen=True)
 class Workspace:
-    """Scratch memory a plan needs: a pointer field's name, bytes, and whether it must be zero at the start."""
+    """Scratch memory that a plan's launches share: the name of their pointer fields, and bytes, a multiple of 256.
+
+    Its contents do not matter.
+    """
 
     pointer: str
     num_bytes: int
-    zeroed: bool
 
 
 @dataclass(frozen=True)
@@ -82,6 +86,157 @@ def fwd_plan(
     Raises:
         ArgumentError: The problem does not fit the spec, or a size or the scale is out of range.
     """
+    _require_launchable(spec, problem, softmax_scale)
+    packed = spec.gqa_ratio if config.pack_gqa else 1  # query heads whose rows share query blocks
+    if problem.seqlen_q * packed > MAX_SEQLEN:
+        raise UnsupportedError(f"seqlen_q * gqa_ratio = {problem.seqlen_q * packed} packed rows are above {MAX_SEQLEN}")
+    heads = problem.batch * problem.num_heads_q // packed
+    num_m_blocks = -(-problem.seqlen_q * packed // config.block_m)
+    tiles = heads * num_m_blocks
+    section = max(1, heads_per_section(spec, problem, l2_bytes) // packed)
+    # Tile indices inside a section are 32-bit products.
+    section = max(1, min(section, _MAX_INT // num_m_blocks))
+    # As many sections, but of equal size: a small last one would leave SMs idle at the end.
+    section = -(-heads // -(-heads // section))
+    row_bytes = {tensor: strides[tensor][1] * 2 for tensor in ("k", "v")}
+    params = FWD_PARAMS.pack(
+        **_named_strides(strides, "q", "k", "v", "o"),
+        **{f"{tensor}_pass_bytes": rows_per_pass(spec, config) * bytes for tensor, bytes in row_bytes.items()},
+        **{f"{tensor}_tile_bytes": config.block_n * bytes for tensor, bytes in row_bytes.items()},
+        batch=problem.batch,
+        num_heads=problem.num_heads_q,
+        seqlen_q=problem.seqlen_q,
+        seqlen_k=problem.seqlen_k,
+        num_m_blocks=num_m_blocks,
+        heads_per_section=section,
+        tail_m_blocks=num_m_blocks // 2 if spec.causal else 0,
+        softmax_scale=softmax_scale,
+        scale_log2=_scale_log2(softmax_scale),
+    )
+    return LaunchPlan((_launch(spec, config, "fwd", tiles, params),))
+
+
+def bwd_plan(
+    spec: KernelSpec,
+    config: BwdConfig,
+    problem: Problem,
+    *,
+    strides: Mapping[str, tuple[int, int, int]],
+    softmax_scale: float,
+    l2_bytes: int,
+) -> LaunchPlan:
+    """Plan of one backward call: D and cleared sums, then the gradients, then the sums' conversion.
+
+    Args:
+        spec, config: The kernels.
+        problem: Sizes; batch, num_heads_q, seqlen_q and seqlen_k at least 1 (else all gradients are zero).
+        strides: For ``"q"``, ``"k"``, ``"v"``, ``"o"``, ``"dout"``, ``"dq"``, ``"dk"`` and ``"dv"``: element strides of
+            (batch, row, head).
+        softmax_scale: At least 0; log2(e) times it is finite in float32.
+        l2_bytes: The chip's L2, for the order of the blocks; any value is right.
+
+    Returns:
+        The launches. Their pointer fields carry the names of tensors (``q``, ``k``, ``v``, ``o``, ``dout``, ``lse``,
+        ``dlse``, ``dq``, ``dk``, ``dv``; ``dlse`` may stay null) or of workspaces; those without a workspace stay null.
+
+    Raises:
+        ArgumentError, UnsupportedError: As for :func:`fwd_plan`.
+    """
+    _require_launchable(spec, problem, softmax_scale)
+    if problem.seqlen_k < 1:
+        raise ArgumentError(f"gradients without keys need no launch: {problem}")
+    heads_q, heads_k = problem.batch * problem.num_heads_q, problem.batch * problem.num_heads_k
+    num_m_blocks = -(-problem.seqlen_q // config.block_m)
+    num_n_blocks = -(-problem.seqlen_k // config.block_n)
+    padded_q, padded_k = num_m_blocks * config.block_m, num_n_blocks * config.block_n
+    width = spec.native_head_dim
+    sizes = {"lse_log2": heads_q * padded_q * 4, "delta": heads_q * padded_q * 4}
+    sizes["dq_accum"] = heads_q * padded_q * width * 4
+    if config.split_heads:
+        sizes["dk_accum"] = sizes["dv_accum"] = heads_k * padded_k * width * 4
+    if spec.deterministic:
+        sizes["semaphores"] = _rounded(heads_q * num_m_blocks * config.num_warps * 4, 16)
+    row_blocks = -(-padded_q // PREPROCESS_ROWS)
+    preprocess = BWD_PREPROCESS_PARAMS.pack(
+        **_named_strides(strides, "o", "dout"),
+        dq_accum_bytes=sizes["dq_accum"],
+        dkv_accum_bytes=sizes.get("dk_accum", 0),
+        semaphores_bytes=sizes.get("semaphores", 0),
+        num_heads=problem.num_heads_q,
+        seqlen_q=problem.seqlen_q,
+        padded_seqlen_q=padded_q,
+        num_row_blocks=row_blocks,
+    )
+    heads = heads_q if config.split_heads else heads_k
+    section = max(1, min(heads, _backward_section(spec, config, problem, l2_bytes), _MAX_INT // num_n_blocks))
+    row_bytes = {tensor: strides[tensor][1] * 2 for tensor in ("q", "dout")}
+    main = BWD_PARAMS.pack(
+        **_named_strides(strides, "q", "k", "v", "dout", "dk", "dv"),
+        **{f"{tensor}_pass_bytes": rows_per_pass(spec, config) * bytes for tensor, bytes in row_bytes.items()},
+        **{f"{tensor}_tile_bytes": config.block_m * bytes for tensor, bytes in row_bytes.items()},
+        batch=problem.batch,
+        num_heads=problem.num_heads_q,
+        seqlen_q=problem.seqlen_q,
+        seqlen_k=problem.seqlen_k,
+        num_m_blocks=num_m_blocks,
+        num_n_blocks=num_n_blocks,
+        heads_per_section=-(-heads // -(-heads // section)),
+        softmax_scale=softmax_scale,
+        scale_log2=_scale_log2(softmax_scale),
+    )
+    dq_blocks = heads_q * -(-padded_q // POSTPROCESS_ROWS)
+    dk_blocks = heads_k * -(-padded_k // POSTPROCESS_ROWS) if config.split_heads else 0
+    postprocess = BWD_POSTPROCESS_PARAMS.pack(
+        **_named_strides(strides, "dq", "dk", "dv"),
+        num_heads=problem.num_heads_q,
+        num_heads_k=problem.num_heads_k,
+        seqlen_q=problem.seqlen_q,
+        seqlen_k=problem.seqlen_k,
+        padded_seqlen_q=padded_q,
+        padded_seqlen_k=padded_k,
+        num_dq_blocks=dq_blocks,
+        num_dk_blocks=dk_blocks,
+        softmax_scale=softmax_scale,
+    )
+    if heads_q * num_m_blocks > _MAX_INT:
+        raise UnsupportedError(f"batch * num_heads_q * query tiles = {heads_q * num_m_blocks} is above {_MAX_INT}")
+    launches = (
+        _launch(spec, config, "bwd_preprocess", heads_q * row_blocks, preprocess),
+        _launch(spec, config, "bwd", heads * num_n_blocks, main),
+        _launch(spec, config, "bwd_postprocess", dq_blocks + 2 * dk_blocks, postprocess),
+    )
+    return LaunchPlan(launches, tuple(Workspace(name, _rounded(size, 256)) for name, size in sizes.items()))
+
+
+def _backward_section(spec: KernelSpec, config: BwdConfig, problem: Problem, l2_bytes: int) -> int:
+    """Heads whose Q, dO and float32 sums of dQ fit in half of L2 together; of a group's heads one at a time is read."""
+    return l2_bytes // 2 // max(1, problem.seqlen_q * spec.native_head_dim * (2 * 2 + 4))
+
+
+def _launch(spec: KernelSpec, config: Config, kernel: str, blocks: int, params: bytes) -> Launch:
+    if blocks > _MAX_INT:
+        raise UnsupportedError(f"{blocks} thread blocks of {kernel} are above the grid's limit {_MAX_INT}")
+    return Launch(kernel, (blocks, 1, 1), *launch_size(spec, config, kernel), params)
+
+
+def _named_strides(strides: Mapping[str, tuple[int, int, int]], *tensors: str) -> dict[str, int]:
+    return {
+        f"{tensor}_{axis}_stride": stride
+        for tensor in tensors
+        for axis, stride in zip(("batch", "row", "head"), strides[tensor], strict=True)
+    }
+
+
+def _scale_log2(softmax_scale: float) -> float:
+    return max(softmax_scale * math.log2(math.e), _SMALLEST_SCALE)
+
+
+def _rounded(size: int, unit: int) -> int:
+    return -(-size // unit) * unit
+
+
+def _require_launchable(spec: KernelSpec, problem: Problem, softmax_scale: float) -> None:
+    """Raise unless kernels of the spec take the problem and the scale."""
     if problem.batch < 1 or problem.num_heads_q < 1 or problem.seqlen_q < 1:
         raise ArgumentError(f"an empty output needs no launch: {problem}")
     if problem.gqa_ratio != spec.gqa_ratio:
@@ -97,37 +252,3 @@ def fwd_plan(
             raise UnsupportedError(f"{name} {getattr(problem, name)} is above {MAX_SEQLEN}")
     if problem.num_heads_q > _MAX_INT:
         raise UnsupportedError(f"num_heads_q {problem.num_heads_q} is above {_MAX_INT}")
-    packed = spec.gqa_ratio if config.pack_gqa else 1  # query heads whose rows share query blocks
-    if problem.seqlen_q * packed > MAX_SEQLEN:
-        raise UnsupportedError(f"seqlen_q * gqa_ratio = {problem.seqlen_q * packed} packed rows are above {MAX_SEQLEN}")
-    heads = problem.batch * problem.num_heads_q // packed
-    num_m_blocks = -(-problem.seqlen_q * packed // config.block_m)
-    tiles = heads * num_m_blocks
-    if tiles > _MAX_GRID_X:
-        raise UnsupportedError(f"batch * num_heads_q * query blocks = {tiles} is above the grid's limit {_MAX_GRID_X}")
-    named_strides = {
-        f"{tensor}_{axis}_stride": stride
-        for tensor in ("q", "k", "v", "o")
-        for axis, stride in zip(("batch", "row", "head"), strides[tensor], strict=True)
-    }
-    section = max(1, heads_per_section(spec, problem, l2_bytes) // packed)
-    # Tile indices inside a section are 32-bit products.
-    section = max(1, min(section, _MAX_GRID_X // num_m_blocks))
-    # As many sections, but of equal size: a small last one would leave SMs idle at the end.
-    section = -(-heads // -(-heads // section))
-    row_bytes = {tensor: strides[tensor][1] * 2 for tensor in ("k", "v")}
-    params = FWD_PARAMS.pack(
-        **named_strides,
-        **{f"{tensor}_pass_bytes": rows_per_pass(spec, config) * bytes for tensor, bytes in row_bytes.items()},
-        **{f"{tensor}_tile_bytes": config.block_n * bytes for tensor, bytes in row_bytes.items()},
-        batch=problem.batch,
-        num_heads=problem.num_heads_q,
-        seqlen_q=problem.seqlen_q,
-        seqlen_k=problem.seqlen_k,
-        num_m_blocks=num_m_blocks,
-        heads_per_section=section,
-        tail_m_blocks=num_m_blocks // 2 if spec.causal else 0,
-        softmax_scale=softmax_scale,
-        scale_log2=max(softmax_scale * math.log2(math.e), _SMALLEST_SCALE),
-    )
-    return LaunchPlan((Launch((tiles, 1, 1), config.num_threads, smem_plan(spec, config).total, params),))

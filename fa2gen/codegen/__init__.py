@@ -1,10 +1,14 @@
 """Rendering: a spec and a config become one kernel source (layer 3)."""
 
-from .manifest import manifest, renderer_hash, template_hash
-from .params import FWD_PARAMS, PARAMS, Field, ParamStruct
-from .render import KernelSource, entry_name, grid_rule, render_kernel
+from .manifest import kernels_of, manifest, renderer_hash, template_hash
+from .params import Field, ParamStruct
+from .render import KernelSource, entry_name, grid_rule, render_kernel, render_kernels
+from .structs import BWD_PARAMS, BWD_POSTPROCESS_PARAMS, BWD_PREPROCESS_PARAMS, FWD_PARAMS, PARAMS
 
 __all__ = [
+    "BWD_PARAMS",
+    "BWD_POSTPROCESS_PARAMS",
+    "BWD_PREPROCESS_PARAMS",
     "FWD_PARAMS",
     "PARAMS",
     "Field",
@@ -12,8 +16,10 @@ __all__ = [
     "ParamStruct",
     "entry_name",
     "grid_rule",
+    "kernels_of",
     "manifest",
     "render_kernel",
+    "render_kernels",
     "renderer_hash",
     "template_hash",
 ]

@@ -1,4 +1,4 @@
-"""Which template files make a kernel, and the hash that tells whether a tuned entry is stale."""
+"""Which kernels make a kind, which template files a kernel, and the hash that tells whether an entry is stale."""
 
 from __future__ import annotations
 
@@ -9,14 +9,18 @@ from pathlib import Path
 
 from ..data import data_dir
 from ..errors import UnsupportedError
-from .params import PARAMS
+from .structs import PARAMS
 
-# (kind, family) -> template of the kernel body, and the headers it includes in that order.
+# kind -> its kernels, in the order in which they run; one has the kind's own name.
+_KERNELS = {"fwd": ("fwd",), "bwd": ("bwd_preprocess", "bwd", "bwd_postprocess")}
+
+# (kernel, family) -> template of the kernel body, and the headers it includes in that order.
 _BODIES = {
     ("fwd", "sm80"): (
         "kernels/flash_fwd_sm80.cu.j2",
         (
             "sm80/tile.cuh",
+            "sm80/query_rows.cuh",
             "sm80/gemm.cuh",
             "sm80/partner.cuh",
             "sm80/mask.cuh",
@@ -25,42 +29,75 @@ _BODIES = {
             "sm80/pipeline.cuh",
         ),
     ),
+    ("bwd_preprocess", "sm80"): ("kernels/flash_bwd_preprocess_sm80.cu.j2", ()),
+    ("bwd", "sm80"): (
+        "kernels/flash_bwd_sm80.cu.j2",
+        (
+            "sm80/tile.cuh",
+            "sm80/bwd_gemm.cuh",
+            "sm80/bwd_scores.cuh",
+            "sm80/accumulate.cuh",
+            "sm80/bwd_reduce.cuh",
+            "sm80/bwd_walk.cuh",
+        ),
+    ),
+    ("bwd_postprocess", "sm80"): ("kernels/flash_bwd_postprocess_sm80.cu.j2", ("sm80/accumulate.cuh",)),
 }
-# family -> what precedes the body when it is compiled for a GPU: the types, which the host shares, and the primitives.
-_PLATFORM_HEADERS = {"sm80": ("common/types.cuh", "sm80/primitives.cuh")}
+# (kind, family) -> what precedes the body when it is compiled for a GPU: the types, which the host shares, and the
+# primitives.
+_PLATFORM_HEADERS = {
+    ("fwd", "sm80"): ("common/types.cuh", "sm80/primitives.cuh"),
+    ("bwd", "sm80"): ("common/types.cuh", "sm80/primitives.cuh", "sm80/conversions.cuh", "sm80/reductions.cuh"),
+}
 
 # What decides a rendered text: in the package, the rooms that rendering imports (a test compares); of the templates,
 # the folders whose files it reads.
-RENDERING = ("__init__.py", "codegen", "constraints.py", "data.py", "errors.py", "hardware", "spec.py")
+RENDERING = (
+    "__init__.py",
+    "codegen",
+    "constraints.py",
+    "constraints_backward.py",
+    "data.py",
+    "errors.py",
+    "hardware",
+    "spec.py",
+    "tiles.py",
+)
 _TEXTS = ("common", "kernels", "sm80")
 
 
-def body_template(kind: str, family: str) -> str:
+def kernels_of(kind: str) -> tuple[str, ...]:
+    """Names of a kind's kernels, in the order in which they run: ``("fwd",)``, or those of a backward."""
+    return _KERNELS[kind]
+
+
+def body_template(kernel: str, family: str) -> str:
     """Template name of a kernel's body, relative to the templates folder."""
-    return _entry(kind, family)[0]
+    return _entry(kernel, family)[0]
 
 
-def body_headers(kind: str, family: str) -> tuple[str, ...]:
+def body_headers(kernel: str, family: str) -> tuple[str, ...]:
     """Headers that a kernel's body includes, in that order."""
-    return _entry(kind, family)[1]
+    return _entry(kernel, family)[1]
 
 
-def platform_headers(family: str) -> tuple[str, ...]:
-    """Headers that precede the body on a GPU, relative to the templates folder."""
-    return _PLATFORM_HEADERS[family]
+def platform_headers(kind: str, family: str) -> tuple[str, ...]:
+    """Headers that precede the bodies of a kind on a GPU, relative to the templates folder."""
+    return _PLATFORM_HEADERS[kind, family]
 
 
 def manifest(kind: str, family: str) -> tuple[str, ...]:
-    """Every template file that takes part in a kernel, relative to the templates folder."""
-    body, headers = _entry(kind, family)
-    return (body, *headers, *_PLATFORM_HEADERS[family])
+    """Every template file that takes part in a kind's kernels, relative to the templates folder."""
+    entries = [_entry(kernel, family) for kernel in kernels_of(kind)]
+    files = [file for body, headers in entries for file in (body, *headers)]
+    return tuple(dict.fromkeys((*files, *_PLATFORM_HEADERS[kind, family])))
 
 
-def _entry(kind: str, family: str) -> tuple[str, tuple[str, ...]]:
-    if (kind, family) not in _BODIES:
+def _entry(kernel: str, family: str) -> tuple[str, tuple[str, ...]]:
+    if (kernel, family) not in _BODIES:
         known = ", ".join(f"{k}/{f}" for k, f in sorted(_BODIES))
-        raise UnsupportedError(f"no template for kind {kind!r}, family {family!r}; there are {known}")
-    return _BODIES[kind, family]
+        raise UnsupportedError(f"no template for kernel {kernel!r}, family {family!r}; there are {known}")
+    return _BODIES[kernel, family]
 
 
 # Of these only comments go. `//` in an expression of the template divides.
@@ -75,13 +112,13 @@ def _code(text: str) -> bytes:
 
 @functools.cache
 def template_hash(kind: str, family: str) -> str:
-    """16 hex digits over the code of the kernel's own manifest and parameter struct.
+    """16 hex digits over the code of the kind's own manifest and parameter structs.
 
     An edit to another family's files leaves it alone, and so does one to comments or line breaks: neither makes this
     kernel's tuned entries stale.
     """
     root = data_dir("templates")
-    digest = hashlib.sha256(_code(PARAMS[kind].declaration()))
+    digest = hashlib.sha256(b"".join(_code(PARAMS[kernel].declaration()) for kernel in kernels_of(kind)))
     for name in manifest(kind, family):
         digest.update(name.encode() + b"\0" + _code((root / name).read_text(encoding="utf-8")) + b"\0")
     return digest.hexdigest()[:16]

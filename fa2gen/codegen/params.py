@@ -1,4 +1,4 @@
-"""Parameter structs of the kernels: one list of fields, rendered into the kernel and packed by the host."""
+"""Parameter structs: one list of fields, rendered into the kernel and packed by the host."""
 
 from __future__ import annotations
 
@@ -80,58 +80,3 @@ class ParamStruct:
         if missing:
             raise KeyError(f"{self.name} needs {', '.join(missing)}")
         return struct.pack(self.format, *merged.values())
-
-
-def _strides(tensor: str, heading: tuple[str, ...] = ()) -> tuple[Field, ...]:
-    return tuple(
-        Field("i64", f"{tensor}_{axis}_stride", f"elements from one {axis} of {tensor} to the next", heading * (not i))
-        for i, axis in enumerate(("batch", "row", "head"))
-    )
-
-
-FWD_PARAMS = ParamStruct(
-    "FwdParams",
-    "// ---- Parameters, passed by value",
-    (
-        Field("gptr<const Element>", "q", "(batch, seqlen_q, num_heads, head_dim)", ("Addresses on the GPU.",)),
-        Field("gptr<const Element>", "k", "(batch, seqlen_k, num_heads / gqa_ratio, head_dim)"),
-        Field("gptr<const Element>", "v", "(batch, seqlen_k, num_heads / gqa_ratio, head_dim)"),
-        Field("gptr<Element>", "o", "(batch, seqlen_q, num_heads, head_dim)"),
-        Field("gptr<float>", "softmax_lse", "(batch, num_heads, seqlen_q), contiguous, natural logarithm; may be null"),
-        Field("gptr<u32>", "repairs", "guarded softmax: each warp adds the number of its repeated steps; may be null"),
-        *_strides("q", ("A row is one query or key. An input's stride may be 0: that dimension is repeated.",)),
-        *_strides("k"),
-        *_strides("v"),
-        *_strides("o"),
-        # Uniform operands of the loop's adds. Multiplying the row stride there took some 20 instructions of 640 a tile;
-        # without them, and with lane addresses kept, d 128 full went from 1.16 to 1.19 of FA2 (H200, geomean).
-        Field(
-            "i64",
-            "k_pass_bytes",
-            "kRowsPerPass * k_row_stride * 2: bytes from one copy pass to the next",
-            ("Multiples of the row strides, so that the loop adds where it would multiply.",),
-        ),
-        Field("i64", "v_pass_bytes", "kRowsPerPass * v_row_stride * 2"),
-        Field("i64", "k_tile_bytes", "block_n * k_row_stride * 2: bytes from one tile to the next"),
-        Field("i64", "v_tile_bytes", "block_n * v_row_stride * 2"),
-        Field("int", "batch", "at least 1", ("Sizes.",)),
-        Field("int", "num_heads", "query heads, at least 1"),
-        Field("int", "seqlen_q", "at least 1"),
-        Field("int", "seqlen_k", "may be 0"),
-        Field("int", "num_m_blocks", "ceil(rows / block_m); rows are seqlen_q, of packed heads seqlen_q * gqa_ratio"),
-        Field(
-            "int",
-            "heads_per_section",
-            "heads (or sets of packed ones) whose K and V fit in half of L2; 1 to all are right",
-        ),
-        Field(
-            "int",
-            "tail_m_blocks",
-            "query blocks, each head's first, that start after all others; 0 to num_m_blocks are right",
-        ),
-        Field("float", "softmax_scale", "at least 0, usually 1 / sqrt(head_dim)"),
-        Field("float", "scale_log2", "softmax_scale * log2(e); where that is 0, a positive number as small as 2^-149"),
-    ),
-)
-
-PARAMS = {"fwd": FWD_PARAMS}

@@ -9,16 +9,26 @@ from typing import Any
 
 import jinja2
 
-from ..constraints import smem_plan
+from ..constraints import infeasible_reason, smem_plan
+from ..constraints import smem_bytes as main_smem_bytes
+from ..constraints_backward import (
+    POSTPROCESS_ROWS,
+    POSTPROCESS_THREADS,
+    PREPROCESS_ROWS,
+    PREPROCESS_THREADS,
+    dq_warps_m,
+    postprocess_smem_bytes,
+)
+from ..constraints_backward import smem_plan as bwd_smem_plan
 from ..data import data_dir
 from ..errors import ArgumentError
 from ..hardware import arch_limits, supported_compute_capabilities
-from ..spec import FwdConfig, KernelSpec
+from ..spec import BwdConfig, Config, KernelSpec
 from .lexer import TemplateError
-from .manifest import body_headers, body_template, platform_headers
-from .params import PARAMS
+from .manifest import body_headers, body_template, kernels_of, platform_headers
 from .prune import prune
 from .rejoin import rejoin
+from .structs import PARAMS
 
 PLATFORMS = ("cuda", "host")
 
@@ -39,6 +49,8 @@ class KernelSource:
     """One rendered kernel.
 
     Attributes:
+        spec, config: What was rendered, and how. Kernels around the main one of a backward depend on little of them.
+        kernel: Which of the kind's kernels (``manifest.kernels_of``).
         platform: ``"cuda"``: text is what nvcc compiles and what ``emit`` writes; it includes nothing. ``"host"``: text
             is what the emulator builds.
         text: The whole translation unit: head comment, platform part, body. Nothing in the CUDA text is without use.
@@ -48,7 +60,8 @@ class KernelSource:
     """
 
     spec: KernelSpec
-    config: FwdConfig
+    config: Config
+    kernel: str
     platform: str
     text: str
     body: str
@@ -73,55 +86,70 @@ def _file(name: str) -> str:
     return (data_dir("templates") / name).read_text(encoding="utf-8")
 
 
-def _literal(value: bool) -> str:
-    return "true" if value else "false"
+def _literal(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _constants(spec: KernelSpec, config: FwdConfig) -> dict[str, Any]:
+def _constants(spec: KernelSpec, config: Config, kernel: str) -> dict[str, Any]:
     """Everything a body template may name."""
-    return {
+    common = {
         "entry": _NAME,
         "head_dim": spec.head_dim,
         "head_dim_padded": spec.native_head_dim,
         "element": spec.dtype,
-        "fp16": _literal(spec.dtype == "fp16"),
-        "causal": _literal(spec.causal),
-        "gqa_ratio": spec.gqa_ratio,
-        "pack_gqa": _literal(config.pack_gqa),
-        "vector_bytes": spec.alignment,
-        "block_m": config.block_m,
-        "block_n": config.block_n,
-        "step_n": config.step_n,
-        "num_warps": config.num_warps,
-        "warps_n": config.warps_n,
-        "num_stages": config.num_stages,
-        "q_in_regs": _literal(config.q_in_regs),
-        "guarded": _literal(config.softmax == "guarded"),
-        "deferred": _literal(config.proof == "block"),
-        "ring": _literal(config.pipeline == "ring"),
-        "min_blocks": config.min_blocks,
-        "smem": smem_plan(spec, config),
-        "params_declaration": PARAMS[spec.kind].declaration(),
+        "params_declaration": PARAMS[kernel].declaration(),
     }
+    if kernel == "bwd_preprocess":
+        return common | {"num_threads": PREPROCESS_THREADS, "block_rows": PREPROCESS_ROWS}
+    tunables = {name: _literal(value) for name, value in vars(config).items()}
+    if isinstance(config, BwdConfig):
+        common["vector_reduction"] = _literal(config.reduction == "vector")
+        if kernel == "bwd_postprocess":
+            smem = postprocess_smem_bytes(spec)
+            launch = {"num_threads": POSTPROCESS_THREADS, "block_rows": POSTPROCESS_ROWS, "smem_bytes": smem}
+            return common | launch | {"split_heads": _literal(config.split_heads)}
+        warps_m = dq_warps_m(spec, config)
+        common |= {"deterministic": _literal(spec.deterministic), "dq_warps_m": warps_m}
+        smem_of_kind: Any = bwd_smem_plan(spec, config)
+    else:
+        common |= {
+            "fp16": _literal(spec.dtype == "fp16"),
+            "vector_bytes": spec.alignment,
+            "guarded": _literal(config.softmax == "guarded"),
+            "deferred": _literal(config.proof == "block"),
+            "ring": _literal(config.pipeline == "ring"),
+        }
+        smem_of_kind = smem_plan(spec, config)
+    shape = {"causal": _literal(spec.causal), "gqa_ratio": spec.gqa_ratio, "smem": smem_of_kind}
+    return tunables | common | shape
 
 
 def _assignments(form: dict[str, Any]) -> str:
     return " ".join(f"{name}={value}" for name, value in form.items())
 
 
-def entry_name(spec: KernelSpec, config: FwdConfig) -> str:
-    """C name of the kernel, readable in a profiler: ``fa2gen_fwd_d128_..._sm80_...``."""
-    return f"fa2gen_{spec.slug()}_{config.slug()}"
+def entry_name(spec: KernelSpec, config: Config, kernel: str | None = None) -> str:
+    """C name of a kernel, readable in a profiler: ``fa2gen_fwd_d128_..._sm80_...``.
+
+    The kernels before and after a backward's main one are named by what they depend on.
+    """
+    if kernel in (None, spec.kind):
+        return f"fa2gen_{spec.slug()}_{config.slug()}"
+    name = f"fa2gen_{kernel}_d{spec.head_dim}_{spec.dtype}"
+    if kernel == "bwd_postprocess" and isinstance(config, BwdConfig):
+        name += f"{'_v4' if config.reduction == 'vector' else ''}{'_sh' if config.split_heads else ''}"
+    return name
 
 
-def full_parts(spec: KernelSpec, config: FwdConfig) -> list[str]:
+def full_parts(spec: KernelSpec, config: Config, kernel: str | None = None) -> list[str]:
     """The kernel's CUDA text before anything is left out, without its head comment, cut into its subjects.
 
     The platform's headers come first; the kernel is still called ``KERNEL_NAME``.
     """
-    text = _environment().get_template(body_template(spec.kind, config.family)).render(_constants(spec, config))
-    parts = [_file(name) for name in platform_headers(config.family)]
-    for subject in (PARAMS[spec.kind].declaration(), *map(_file, body_headers(spec.kind, config.family))):
+    kernel = kernel or spec.kind
+    text = _environment().get_template(body_template(kernel, config.family)).render(_constants(spec, config, kernel))
+    parts = [_file(name) for name in platform_headers(spec.kind, config.family)]
+    for subject in (PARAMS[kernel].declaration(), *map(_file, body_headers(kernel, config.family))):
         before, found, text = text.partition(subject)
         if not found:
             raise TemplateError(f"the kernel's template changes what it includes: {subject.splitlines()[0]}")
@@ -139,8 +167,17 @@ def join_parts(parts: Sequence[str]) -> str:
     return "\n".join(part for part in parts if part)
 
 
+def launch_size(spec: KernelSpec, config: Config, kernel: str) -> tuple[int, int]:
+    """Threads of a block, and its dynamic shared memory in bytes."""
+    if kernel == "bwd_preprocess":
+        return PREPROCESS_THREADS, 0
+    if kernel == "bwd_postprocess":
+        return POSTPROCESS_THREADS, postprocess_smem_bytes(spec)
+    return config.num_threads, main_smem_bytes(spec, config)
+
+
 @functools.lru_cache(maxsize=512)
-def render_kernel(spec: KernelSpec, config: FwdConfig, platform: str = "cuda") -> KernelSource:
+def render_kernel(spec: KernelSpec, config: Config, platform: str = "cuda", kernel: str | None = None) -> KernelSource:
     """Renders a kernel for nvcc (``"cuda"``) or for the emulator (``"host"``).
 
     Args:
@@ -148,43 +185,60 @@ def render_kernel(spec: KernelSpec, config: FwdConfig, platform: str = "cuda") -
         config: How; must be legal for the spec (see ``constraints.infeasible_reason``), or the rendered file's
             ``static_assert``s refuse it.
         platform: Changes what precedes the body, never the body.
+        kernel: Which of the kind's kernels; None: the main one.
 
     Raises:
-        ArgumentError: Unknown platform.
+        ArgumentError: Unknown platform, or a kernel of another kind.
         TemplateError: A template is not written as the pruning reads it.
     """
     if platform not in PLATFORMS:
         raise ArgumentError(f"platform must be one of {', '.join(PLATFORMS)}, got {platform!r}")
-    entry = entry_name(spec, config)
-    headers = platform_headers(config.family)
-    parts = prune(full_parts(spec, config), fixed=len(headers))
+    kernel = spec.kind if kernel is None else kernel
+    if kernel not in kernels_of(spec.kind):
+        raise ArgumentError(f"kernel must be one of {', '.join(kernels_of(spec.kind))}, got {kernel!r}")
+    entry = entry_name(spec, config, kernel)
+    headers = platform_headers(spec.kind, config.family)
+    parts = prune(full_parts(spec, config, kernel), fixed=len(headers))
     body = _named(rejoin(join_parts(parts[len(headers) :])), entry)
     if platform == "cuda":
-        text = join_parts((head_comment(spec, config), *parts[: len(headers)], body))
+        text = join_parts((head_comment(spec, config, kernel), *parts[: len(headers)], body))
     else:
         text = join_parts((HOST_KEYWORDS, _file(headers[0]), HOST_INCLUDE, body))
-    return KernelSource(
-        spec=spec,
-        config=config,
-        platform=platform,
-        text=text,
-        body=body,
-        entry=entry,
-        num_threads=config.num_threads,
-        smem_bytes=smem_plan(spec, config).total,
-    )
+    num_threads, smem_bytes = launch_size(spec, config, kernel)
+    return KernelSource(spec, config, kernel, platform, text, body, entry, num_threads, smem_bytes)
 
 
-def grid_rule(spec: KernelSpec, config: FwdConfig) -> str:
+def render_kernels(spec: KernelSpec, config: Config, platform: str = "cuda") -> tuple[KernelSource, ...]:
+    """All kernels of a spec, in the order in which they run; see :func:`render_kernel`."""
+    return tuple(render_kernel(spec, config, platform, kernel) for kernel in kernels_of(spec.kind))
+
+
+def grid_rule(spec: KernelSpec, config: Config, kernel: str | None = None) -> str:
     """The number of thread blocks of a launch as a formula, as C and Python read it but for ``ceil`` and ``/``."""
+    if isinstance(config, BwdConfig):
+        return _backward_grid_rule(spec, config, kernel or spec.kind)
     if not config.pack_gqa:
         return f"batch * num_heads * ceil(seqlen_q / {config.block_m})"
     ratio = spec.gqa_ratio
     return f"batch * (num_heads / {ratio}) * ceil(seqlen_q * {ratio} / {config.block_m})"
 
 
-def head_comment(spec: KernelSpec, config: FwdConfig) -> str:
+def _backward_grid_rule(spec: KernelSpec, config: BwdConfig, kernel: str) -> str:
+    rows = f"ceil(seqlen_q / {config.block_m}) * {config.block_m}"
+    if kernel == "bwd_preprocess":
+        return f"batch * num_heads * ceil({rows} / {PREPROCESS_ROWS})"
+    if kernel == "bwd_postprocess":
+        rule = f"batch * num_heads * ceil({rows} / {POSTPROCESS_ROWS})"
+        keys = f"ceil(seqlen_k / {config.block_n}) * {config.block_n}"
+        return rule + (f" + 2 * batch * num_heads_k * ceil({keys} / {POSTPROCESS_ROWS})" if config.split_heads else "")
+    heads = "num_heads" if config.split_heads or spec.gqa_ratio == 1 else f"(num_heads / {spec.gqa_ratio})"
+    return f"batch * {heads} * ceil(seqlen_k / {config.block_n})"
+
+
+def head_comment(spec: KernelSpec, config: Config, kernel: str | None = None) -> str:
     """The comment that opens an emitted file."""
+    if isinstance(config, BwdConfig):
+        return _backward_head_comment(spec, config, kernel or spec.kind)
     smem = smem_plan(spec, config)
     chips = map(arch_limits, supported_compute_capabilities())
     fits = [chip.target for chip in chips if smem.total <= chip.max_smem_per_block]
@@ -210,6 +264,29 @@ def head_comment(spec: KernelSpec, config: FwdConfig) -> str:
             example_heads=heads,
             example_grid=f"{sizes} = {grid_heads} * {m_blocks} = {grid_heads * m_blocks}",
             example_blocks=grid_heads * m_blocks,
+            spec_text=_assignments(spec.canonical()),
+            config_text=_assignments(config.canonical()),
+        )
+    )
+
+
+def _backward_head_comment(spec: KernelSpec, config: BwdConfig, kernel: str) -> str:
+    num_threads, smem_bytes = launch_size(spec, config, kernel)
+    chips = map(arch_limits, supported_compute_capabilities())
+    return (
+        _environment()
+        .get_template("kernels/head_bwd.j2")
+        .render(
+            kernel=kernel,
+            entry=entry_name(spec, config, kernel),
+            spec=spec,
+            config=config,
+            smem=bwd_smem_plan(spec, config),
+            num_threads=num_threads,
+            smem_bytes=smem_bytes,
+            params=PARAMS[kernel],
+            fits=[chip.target for chip in chips if infeasible_reason(spec, config, chip) is None],
+            grid=grid_rule(spec, config, kernel),
             spec_text=_assignments(spec.canonical()),
             config_text=_assignments(config.canonical()),
         )

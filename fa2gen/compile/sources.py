@@ -13,8 +13,8 @@ import json
 import jinja2
 
 from ..codegen import KernelSource, entry_name, render_kernel, renderer_hash
-from ..constraints import smem_plan
-from ..spec import FwdConfig, KernelSpec
+from ..codegen.render import launch_size
+from ..spec import Config, KernelSpec
 from .cache import SOURCE
 from .entry import FORMAT, Contents, Entry, sha256
 from .location import cache_root
@@ -23,53 +23,56 @@ from .store import EntryStore
 SECTION = "sources"
 
 
-def kernel_source(spec: KernelSpec, config: FwdConfig) -> KernelSource:
+def kernel_source(spec: KernelSpec, config: Config, kernel: str | None = None) -> KernelSource:
     """A kernel's CUDA source: :func:`fa2gen.codegen.render_kernel`'s, from the cache if it is there.
 
     Args:
         spec: What the kernel computes.
         config: How; legal for the spec.
+        kernel: Which of the kind's kernels; None: the main one.
 
     Raises:
         CacheError: $FA2GEN_CACHE_DIR cannot be used safely.
         TemplateError: A template is not written as the pruning reads it.
     """
-    root = cache_root()
+    root, kernel = cache_root(), kernel or spec.kind
     if root is None:
-        return render_kernel(spec, config)
+        return render_kernel(spec, config, kernel=kernel)
     rendered: list[KernelSource] = []
 
     def contents() -> Contents:
-        rendered.append(render_kernel(spec, config))
+        rendered.append(render_kernel(spec, config, kernel=kernel))
         (source,) = rendered
         facts = {"kernel": source.entry, "target": "any", "body_chars": len(source.body)}
         return Contents({SOURCE: source.text.encode()}, facts)
 
-    entry, _ = EntryStore(root, SECTION).read_or_build(_key(spec, config), (SOURCE,), contents)
+    entry, _ = EntryStore(root, SECTION).read_or_build(_key(spec, config, kernel), (SOURCE,), contents)
     if entry.lease is not None:
         entry.lease.close()
-    return rendered[0] if rendered else _restored(spec, config, entry) or render_kernel(spec, config)
+    if rendered:
+        return rendered[0]
+    return _restored(spec, config, kernel, entry) or render_kernel(spec, config, kernel=kernel)
 
 
-def _restored(spec: KernelSpec, config: FwdConfig, entry: Entry) -> KernelSource | None:
+def _restored(spec: KernelSpec, config: Config, kernel: str, entry: Entry) -> KernelSource | None:
     """None if the entry's facts are not what :func:`kernel_source` writes."""
     text, body_chars = entry.files[SOURCE].decode(), entry.facts.get("body_chars")
     if not isinstance(body_chars, int) or not 0 < body_chars <= len(text):
         return None
     return KernelSource(
-        spec=spec,
-        config=config,
-        platform="cuda",
-        text=text,
-        body=text[-body_chars:],
-        entry=entry_name(spec, config),
-        num_threads=config.num_threads,
-        smem_bytes=smem_plan(spec, config).total,
+        spec,
+        config,
+        kernel,
+        "cuda",
+        text,
+        text[-body_chars:],
+        entry_name(spec, config, kernel),
+        *launch_size(spec, config, kernel),
     )
 
 
-def _key(spec: KernelSpec, config: FwdConfig) -> str:
-    return sha256(json.dumps([FORMAT, _renderer(), spec.canonical(), config.canonical()]).encode())
+def _key(spec: KernelSpec, config: Config, kernel: str) -> str:
+    return sha256(json.dumps([FORMAT, _renderer(), kernel, spec.canonical(), config.canonical()]).encode())
 
 
 @functools.cache

@@ -48,18 +48,18 @@ FUNC void arrive_full(int stage) {
 FUNC void load_k(Pipeline& tiles, int stage, bool first, const FwdParams& p) {
   const u32 to = tiles.to_k + stage * kTileBytes;
   if (first && tiles.first_rows < kBlockN)
-    load_tile<true>(to, tiles.k, p.k_pass_bytes, tiles.first_rows);
+    load_tile<kBlockN, true>(to, tiles.k, p.k_pass_bytes, tiles.first_rows);
   else
-    load_tile<false>(to, tiles.k, p.k_pass_bytes, kBlockN);
+    load_tile<kBlockN, false>(to, tiles.k, p.k_pass_bytes, kBlockN);
   tiles.k = tiles.k.plus_bytes(-p.k_tile_bytes);
 }
 
 FUNC void load_v(Pipeline& tiles, int stage, bool first, const FwdParams& p) {
   const u32 to = tiles.to_k + (kSmemV - kSmemK) + stage * kTileBytes;
   if (first && tiles.first_rows < kBlockN)
-    load_tile<true>(to, tiles.v, p.v_pass_bytes, tiles.first_rows);
+    load_tile<kBlockN, true>(to, tiles.v, p.v_pass_bytes, tiles.first_rows);
   else
-    load_tile<false>(to, tiles.v, p.v_pass_bytes, kBlockN);
+    load_tile<kBlockN, false>(to, tiles.v, p.v_pass_bytes, kBlockN);
   tiles.v = tiles.v.plus_bytes(-p.v_tile_bytes);
 }
 

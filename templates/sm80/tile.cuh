@@ -1,4 +1,4 @@
-// ---- Tiles in shared memory: where an element lies, how a tile arrives from global memory, how rows leave
+// ---- Tiles in shared memory: where an element lies, how a tile arrives from global memory
 //
 // A tile of R rows is cut into panels of R rows by 64 columns (128 bytes), or by 32 (64 bytes) where the head dim is no
 // multiple of 64. Inside a panel the index of a 16-byte chunk is XORed with the row, so that the 8 rows of one chunk
@@ -11,7 +11,6 @@ constexpr int kPanelChunks = kPanelColumns / 8;  // 16-byte chunks of a panel's 
 constexpr int kPanelSteps = kPanelColumns / 16;  // k16 steps, or pairs of n8 tiles, in a panel
 constexpr int kPanels = kHeadDimPadded / kPanelColumns;
 constexpr int kRowsPerPass = kThreads / kPanelChunks;
-constexpr int kChunks = kWarpsN > 1 ? kHeadDimPadded / 8 : (kHeadDim + 15) / 16 * 2;  // of a row, that are multiplied
 
 // Byte offset of a chunk of a row of kRowBytes, 128 or 64. Two rows of 64 bytes share the 32 banks that one of 128
 // fills.
@@ -61,79 +60,27 @@ FUNC void load_chunk(u32 destination, gptr<const Element> source, int chunk, boo
   }
 }
 
-// This thread's part of a K or V tile: a row and a chunk of the first panel. As many threads as a panel's row has
+// This thread's part of a tile: a row and a chunk of the first panel. As many threads as a panel's row has
 // chunks cover it (16 threads over a 256-byte row of two panels would hit the same banks twice).
 FUNC u32 thread_part(u32 tile) { return tile + swizzled(threadIdx.x / kPanelChunks, threadIdx.x % kPanelChunks); }
 
-// Loads a K or V tile. `to` and `from` are this thread's part of the tile in shared and in global memory; `pass_bytes`
-// leads to the same place kRowsPerPass rows on. With kRagged, rows from num_rows on become zero: stale memory times a
-// zero of P could be NaN.
-template <bool kRagged>
+// Loads a tile of kRows rows. `to` and `from` are this thread's part of the tile in shared and in global memory;
+// `pass_bytes` leads to the same place kRowsPerPass rows on. With kRagged, rows from num_rows on become zero: stale
+// memory times a zero of P could be NaN.
+template <int kRows, bool kRagged>
 FUNC void load_tile(u32 to, gptr<const Element> from, i64 pass_bytes, int num_rows) {
-  static_assert(kBlockN % kRowsPerPass == 0 && kRowsPerPass % 8 == 0, "a pass keeps the swizzle of its first row");
+  static_assert(kRows % kRowsPerPass == 0 && kRowsPerPass % 8 == 0, "a pass keeps the swizzle of its first row");
 #pragma unroll
-  for (int pass = 0; pass < kBlockN; pass += kRowsPerPass) {
+  for (int pass = 0; pass < kRows; pass += kRowsPerPass) {
     const bool valid = !kRagged || pass + int(threadIdx.x) / kPanelChunks < num_rows;
 #pragma unroll
     for (int panel = 0; panel < kPanels; panel++) {
-      const u32 destination = to + panel * kBlockN * kPanelRowBytes + pass * kPanelRowBytes;
+      const u32 destination = to + panel * kRows * kPanelRowBytes + pass * kPanelRowBytes;
       if constexpr (!kRagged && kVectorBytes == 16 && kHeadDim == kHeadDimPadded)
         cp_async16(destination, from + panel * kPanelColumns);
       else
         load_chunk(destination, from + panel * kPanelColumns, panel * kPanelChunks + threadIdx.x % kPanelChunks, valid);
     }
     from = from.plus_bytes(pass_bytes);
-  }
-}
-
-// Query of a row: the rows of a key/value head's query heads are packed position by position, or there is one head.
-FUNC int query_of(int row) { return kPackGqa ? row / kGqaRatio : row; }
-
-// Elements from a head's first row to row `row` of q or o.
-FUNC i64 row_offset(int row, i64 row_stride, i64 head_stride) {
-  return kPackGqa ? query_of(row) * row_stride + row % kGqaRatio * head_stride : row * row_stride;
-}
-
-// Loads a warp's share of the query block that begins at row_0 into the Q tile; rows from num_rows on become zero.
-FUNC void load_q_rows(u32 tile_q, gptr<const Element> q, i64 row_stride, i64 head_stride, int row_0, int num_rows) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int chunk = lane % kPanelChunks;
-#pragma unroll
-  for (int i = 0; i < kBlockM / kNumWarps; i += 32 / kPanelChunks) {
-    const int row = warp * (kBlockM / kNumWarps) + i + lane / kPanelChunks;
-    const bool valid = row_0 + row < num_rows;
-    const gptr<const Element> source = q + (row_offset(row_0 + row, row_stride, head_stride) + chunk * 8);
-#pragma unroll
-    for (int panel = 0; panel < kPanels; panel++)
-      load_chunk(tile_q + panel * kBlockM * kPanelRowBytes + swizzled(row, chunk), source + panel * kPanelColumns,
-                 panel * kPanelChunks + chunk, valid);
-  }
-}
-
-// Stores this warp's part of O from the tile that begins at row_0: its rows from first_row and panels from first_panel
-// on; rows from num_rows on are not stored.
-FUNC void store_o_rows(gptr<Element> o, u32 tile_o, i64 row_stride, i64 head_stride, int first_row, int first_panel,
-                       int row_0, int num_rows) {
-  const int lane = threadIdx.x % 32;
-  const int chunk = lane % kPanelChunks;
-#pragma unroll
-  for (int i = 0; i < kWarpRows; i += 32 / kPanelChunks) {
-    const int row = first_row + i + lane / kPanelChunks;
-#pragma unroll
-    for (int j = 0; j < kPanels / kWarpsN; j++) {
-      const int panel = first_panel + j;
-      const int column = (panel * kPanelChunks + chunk) * 8;
-      if (row_0 + row >= num_rows || column >= kHeadDim) continue;
-      const u32x4 value = ld_shared<u32x4>(tile_o + panel * kBlockM * kPanelRowBytes + swizzled(row, chunk));
-      const gptr<Element> target = o + (row_offset(row_0 + row, row_stride, head_stride) + column);
-      if constexpr (kVectorBytes == 16) {
-        st_global(target, value);
-      } else {
-        const u32 pair[4] = {value.x, value.y, value.z, value.w};
-#pragma unroll
-        for (int e = 0; e < 8; e++)
-          if (column + e < kHeadDim) st_global(target + e, u16(pair[e / 2] >> e % 2 * 16));
-      }
-    }
   }
 }

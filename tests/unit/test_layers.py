@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "fa2gen"
 # are given as a set: those never import each other.
 LAYERS: tuple[tuple[str, ...] | frozenset[str], ...] = (
     ("errors", "data", "spec", "problem", "hardware", "roofline"),
-    ("constraints", "tables"),
+    ("tiles", "constraints_backward", "constraints", "tables"),
     ("codegen", "launch", "compile", "emulator", "driver", "reference", "gate"),
     frozenset({"tuning", "runtime"}),
     ("compat", "emit", "explain", "bench", "report"),

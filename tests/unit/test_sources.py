@@ -34,7 +34,7 @@ def rendered(monkeypatch: pytest.MonkeyPatch) -> list[KernelSpec]:
 
     def render(spec: KernelSpec, config: FwdConfig) -> KernelSource:
         specs.append(spec)
-        return render_kernel(spec, config)
+        return render_kernel(spec, config, kernel=kernel)
 
     monkeypatch.setattr(sources, "render_kernel", render)
     return specs

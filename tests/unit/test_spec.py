@@ -22,7 +22,7 @@ from fa2gen.spec import FwdConfig, KernelSpec
         ("causal", 1),
         ("gqa_ratio", 0),
         ("alignment", 8),
-        ("kind", "bwd"),
+        ("kind", "decode"),
     ],
 )
 def test_bad_spec_names_the_field(field, value):

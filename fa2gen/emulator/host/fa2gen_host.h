@@ -1,5 +1,5 @@
-// Host twin of templates/sm80/primitives.cuh: the same names, over the emulator's runtime. Comes after the text of
-// templates/common/types.cuh; the kernel text follows it.
+// Host twin of templates/sm80/primitives.cuh and reductions.cuh: the same names, over the emulator's runtime. Comes
+// after the text of templates/common/types.cuh; the kernel text follows it.
 #pragma once
 #include "runtime.h"
 
@@ -60,6 +60,13 @@ template <class T>
 inline void atomic_add(gptr<T> p, T value, EMULATOR_SITE) {
   emulator::atomic_add(p.address, value, site);
 }
+inline void atomic_add4(gptr<float> p, float a, float b, float c, float d, EMULATOR_SITE) {
+  emulator::atomic_add4(p.address, {a, b, c, d}, site);
+}
+inline void wait_until_equal(gptr<u32> p, u32 value, EMULATOR_SITE) {
+  emulator::wait_until_equal(p.address, value, site);
+}
+inline void release_add(gptr<u32> p, u32 value, EMULATOR_SITE) { emulator::release_add(p.address, value, site); }
 
 // ---- Asynchronous copies
 
@@ -144,6 +151,14 @@ inline float rcp(float x) { return emulator::rcp(x); }
 template <class Element>
 inline u32 pack2(float lo, float hi) {
   return emulator::pack2(emulator_element<Element>(), lo, hi);
+}
+template <class Element>
+inline float unpack_low(u32 pair) {
+  return emulator::to_float(emulator_element<Element>(), pair & 0xffff);
+}
+template <class Element>
+inline float unpack_high(u32 pair) {
+  return emulator::to_float(emulator_element<Element>(), pair >> 16);
 }
 
 // ---- The glue that the build appends after the kernel text: EMULATOR_ENTRY(name of the kernel)

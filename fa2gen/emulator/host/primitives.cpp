@@ -56,16 +56,28 @@ void* write_global(void* address, unsigned bytes, Site site) {
 void atomic_add(float* address, float value, Site site) {
   Block& block = enter(site);
   block.global.check_write(address, 4, true, block.block_number, "atomic_add on", block.recent_buffer);
-  unsigned* bits = reinterpret_cast<unsigned*>(address);
-  unsigned old = __atomic_load_n(bits, __ATOMIC_RELAXED);
-  while (!__atomic_compare_exchange_n(bits, &old, float_to_bits(bits_to_float(old) + value), true, __ATOMIC_RELAXED,
-                                      __ATOMIC_RELAXED)) {
-  }
+  block.add(address, value, "atomic_add");
+}
+void atomic_add4(float* address, const float (&values)[4], Site site) {
+  Block& block = enter(site);
+  block.global.check_write(address, 16, true, block.block_number, "atomic_add4 on", block.recent_buffer);
+  for (int i = 0; i < 4; i++) block.add(address + i, values[i], "atomic_add4");
 }
 void atomic_add(unsigned* address, unsigned value, Site site) {
   Block& block = enter(site);
   block.global.check_write(address, 4, true, block.block_number, "atomic_add on", block.recent_buffer);
-  __atomic_fetch_add(address, value, __ATOMIC_RELAXED);
+  __atomic_fetch_add(address, value, __ATOMIC_SEQ_CST);
+  if (block.grid.semaphores.in_use()) block.grid.semaphores.changed();
+}
+void release_add(unsigned* address, unsigned value, Site site) {
+  Block& block = enter(site);
+  block.global.check_write(address, 4, true, block.block_number, "release_add on", block.recent_buffer);
+  block.release_add(address, value);
+}
+void wait_until_equal(const unsigned* address, unsigned value, Site site) {
+  Block& block = enter(site);
+  block.global.check_wait(address, "wait_until_equal reads", block.recent_buffer);
+  block.wait_until_equal(address, value);
 }
 
 // ---- Asynchronous copies land at the wait, as late as the rules allow; until then their target holds NaN.
@@ -231,6 +243,10 @@ float min_f32(float a, float b) {
 unsigned pack2(Element element, float lo, float hi) {
   return element == Element::kBf16 ? float_to_bf16(hi) << 16 | float_to_bf16(lo)
                                    : float_to_fp16(hi) << 16 | float_to_fp16(lo);
+}
+
+float to_float(Element element, unsigned bits) {
+  return element == Element::kBf16 ? bf16_to_float(bits) : fp16_to_float(bits);
 }
 
 }  // namespace emulator

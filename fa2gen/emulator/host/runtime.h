@@ -36,6 +36,9 @@ const void* read_global(const void* address, unsigned bytes, Site site);
 void* write_global(void* address, unsigned bytes, Site site);
 void atomic_add(float* address, float value, Site site);
 void atomic_add(unsigned* address, unsigned value, Site site);
+void atomic_add4(float* address, const float (&values)[4], Site site);
+void wait_until_equal(const unsigned* address, unsigned value, Site site);
+void release_add(unsigned* address, unsigned value, Site site);
 
 void cp_async16(unsigned dst, const void* src, int valid_bytes, Site site);
 void cp_async_commit();
@@ -63,6 +66,7 @@ float rcp(float x);
 float max_f32(float a, float b);
 float min_f32(float a, float b);
 unsigned pack2(Element element, float lo, float hi);
+float to_float(Element element, unsigned bits);
 
 }  // namespace emulator
 

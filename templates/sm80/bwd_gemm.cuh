@@ -1,0 +1,212 @@
+// ---- The matrix products of the backward
+//
+// S^T = K Q^T and dP^T = V dO^T: rows are keys, columns queries, so that P^T and dS^T are the left operands of
+// dV += P^T dO and dK += dS^T Q as they stand in registers. dQ = dS K takes dS from shared memory, transposed on the
+// way.
+
+// With two roles, one half of the warps works on dV and the other on dK of the same keys.
+FUNC int warp_role() { return kRoles == 1 ? 0 : threadIdx.x / (kThreads / 2); }
+FUNC int warp_in_role() { return threadIdx.x / 32 % (kNumWarps / kRoles); }
+FUNC int warp_n() { return warp_in_role() / kWarpsD; }  // which keys are this warp's
+FUNC int warp_d() { return warp_in_role() % kWarpsD; }  // which queries of a step, and which columns of dV and dK
+
+constexpr int kTilesN = kWarpKeys / 16;  // m16 tiles of a warp's keys
+constexpr int kWarpQueries = kStepM / kWarpsD;  // queries of a step that a warp multiplies with K and V
+constexpr int kTilesS = kWarpQueries / 8;  // n8 tiles of its part of S^T
+constexpr int kStepsS = kWarpQueries / 16;  // k16 steps of P^T dO that the warp's own P feeds
+constexpr int kStepsD = (kHeadDim + 15) / 16;  // k16 steps of K Q^T; columns beyond are zero
+constexpr int kPairsD = kHeadDimPadded / kWarpsD / 16;  // pairs of n8 tiles of its part of dV and dK
+constexpr int kRows16 = 16 * kPanelRowBytes;  // bytes between groups of 16 rows
+constexpr int kPanelM = kBlockM * kPanelRowBytes;  // bytes between the panels of Q and dO
+constexpr int kPanelN = kBlockN * kPanelRowBytes;  // bytes between the panels of K and V
+
+// All warps share dQ of a tile: kDqWarpsM times its rows, the others its columns.
+constexpr int kDqWarpsN = kNumWarps / kDqWarpsM;
+constexpr int kDqTilesM = kBlockM / kDqWarpsM / 16;
+constexpr int kDqPairs = kHeadDimPadded / kDqWarpsN / 16;
+FUNC int dq_warp_m() { return threadIdx.x / 32 / kDqWarpsN; }
+FUNC int dq_warp_n() { return threadIdx.x / 32 % kDqWarpsN; }
+
+// P and dS in shared memory: a row of queries for each key, in panels like those of tile.cuh.
+constexpr int kRowBytesS = kBlockM >= 64 ? 128 : 64;
+constexpr int kChunksS = kRowBytesS / 16;
+constexpr int kPanelS = kBlockN * kRowBytesS;
+constexpr u32 kTileBytesS = kBlockN * kBlockM * 2;
+
+// Accumulators: [i][n][e] is row i * 16 + e / 2 * 8 + lane / 4 of the warp, column n * 8 + lane % 4 * 2 + e % 2 of its
+// part.
+using ScoreTile = float[kTilesN][kTilesS][4];
+using GradientTile = float[kTilesN][2 * kPairsD][4];
+using DqTile = float[kDqTilesM][2 * kDqPairs][4];
+
+// Left operands of mma, 16-bit elements two by two.
+using KeyFragments = u32[kKvInRegs ? kStepsD : 1][kTilesN][4];
+using ScoreFragments = u32[kStepsS][kTilesN][4];
+
+template <int kRows, int kColumns>
+FUNC void clear(float (&acc)[kRows][kColumns][4]) {
+#pragma unroll
+  for (int i = 0; i < kRows; i++)
+#pragma unroll
+    for (int n = 0; n < kColumns; n++)
+#pragma unroll
+      for (int e = 0; e < 4; e++) acc[i][n][e] = 0.f;
+}
+
+// Address of a pair of n8 tiles, 16 columns wide, of a tile whose panels lie kPanel bytes apart; `lane` is the lane
+// address in its first pair.
+template <int kPanel>
+FUNC u32 pair_address(u32 lane, int pair) {
+  return (lane ^ (pair % kPanelSteps * 32)) + pair / kPanelSteps * kPanel;
+}
+
+// A fragments of K or V for k step `k`.
+FUNC void load_key_fragments(u32 (&frag)[kTilesN][4], u32 lane_k, int k) {
+#pragma unroll
+  for (int i = 0; i < kTilesN; i++) ldmatrix_x4(frag[i], pair_address<kPanelN>(lane_k, k) + i * kRows16);
+}
+
+FUNC void load_all_key_fragments(KeyFragments& frag_k, u32 lane_k) {
+#pragma unroll
+  for (int k = 0; k < kStepsD; k++) load_key_fragments(frag_k[k], lane_k, k);
+}
+
+// One k16 step of acc_s = K Q^T; the first sets acc_s, the others add. The next B fragment is loaded before the current
+// one is used.
+template <bool kFirst>
+FUNC void gemm_scores_step(ScoreTile& acc_s, const KeyFragments& frag_k, u32 (&frag_q)[2][4], u32 lane_k, u32 lane_q,
+                           int k) {
+  constexpr int kPairs = kTilesS / 2;
+  u32 frag_a[kTilesN][4];
+  if constexpr (kKvInRegs) {
+#pragma unroll
+    for (int i = 0; i < kTilesN; i++)
+#pragma unroll
+      for (int j = 0; j < 4; j++) frag_a[i][j] = frag_k[k][i][j];
+  } else {
+    load_key_fragments(frag_a, lane_k, k);
+  }
+#pragma unroll
+  for (int pair = 0; pair < kPairs; pair++) {
+    const int current = k * kPairs + pair, next = current + 1;
+    if (next < kStepsD * kPairs)
+      ldmatrix_x4(frag_q[next % 2], pair_address<kPanelM>(lane_q, next / kPairs) + next % kPairs * kRows16);
+    const u32(&b)[4] = frag_q[current % 2];
+#pragma unroll
+    for (int i = 0; i < kTilesN; i++) {
+      if constexpr (kFirst) {
+        mma_m16n8k16_init<Element>(acc_s[i][2 * pair], frag_a[i], b[0], b[1]);
+        mma_m16n8k16_init<Element>(acc_s[i][2 * pair + 1], frag_a[i], b[2], b[3]);
+      } else {
+        mma_m16n8k16<Element>(acc_s[i][2 * pair], frag_a[i], b[0], b[1]);
+        mma_m16n8k16<Element>(acc_s[i][2 * pair + 1], frag_a[i], b[2], b[3]);
+      }
+    }
+  }
+}
+
+// acc_s = K Q^T, or V dO^T: the warp's keys against its queries of a step.
+FUNC void gemm_scores(ScoreTile& acc_s, const KeyFragments& frag_k, u32 lane_k, u32 lane_q) {
+  // Its variants for the k steps are computed here, a few instructions; in registers of the whole loop they would cost
+  // spills.
+  lane_k = opaque(lane_k);
+  lane_q = opaque(lane_q);
+  u32 frag_q[2][4];
+  ldmatrix_x4(frag_q[0], lane_q);
+  gemm_scores_step<true>(acc_s, frag_k, frag_q, lane_k, lane_q, 0);
+#pragma unroll
+  for (int k = 1; k < kStepsD; k++) gemm_scores_step<false>(acc_s, frag_k, frag_q, lane_k, lane_q, k);
+}
+
+// Packs P or dS to 16 bits. Two neighbouring n8 tiles are the A fragment of one k16 step: no shuffle, no memory.
+FUNC void pack_scores(ScoreFragments& frag, const ScoreTile& acc) {
+#pragma unroll
+  for (int k = 0; k < kStepsS; k++)
+#pragma unroll
+    for (int i = 0; i < kTilesN; i++)
+#pragma unroll
+      for (int j = 0; j < 4; j++)
+        frag[k][i][j] = pack2<Element>(acc[i][2 * k + j / 2][j % 2 * 2], acc[i][2 * k + j / 2][j % 2 * 2 + 1]);
+}
+
+// acc += P^T dO, or dS^T Q, for the queries of a step; P is the warp's own. `lane_q` is the lane address in the tile's
+// first row.
+FUNC void gemm_gradient(GradientTile& acc, const ScoreFragments& frag_p, u32 lane_q, int first_pair) {
+  u32 frag_b[2][4];
+  ldmatrix_x4_trans(frag_b[0], pair_address<kPanelM>(lane_q, first_pair));
+#pragma unroll
+  for (int k = 0; k < kStepsS; k++)
+#pragma unroll
+    for (int pair = 0; pair < kPairsD; pair++) {
+      const int next = k * kPairsD + pair + 1;
+      if (next < kStepsS * kPairsD)
+        ldmatrix_x4_trans(frag_b[next % 2],
+                          pair_address<kPanelM>(lane_q, first_pair + next % kPairsD) + next / kPairsD * kRows16);
+      const u32(&b)[4] = frag_b[(next + 1) % 2];
+#pragma unroll
+      for (int i = 0; i < kTilesN; i++) {
+        mma_m16n8k16<Element>(acc[i][2 * pair], frag_p[k][i], b[0], b[1]);
+        mma_m16n8k16<Element>(acc[i][2 * pair + 1], frag_p[k][i], b[2], b[3]);
+      }
+    }
+}
+
+// Likewise for all queries of a tile, where two warps share the keys: P is what both have put into the tile at lane_p.
+FUNC void gemm_gradient_shared(GradientTile& acc, u32 lane_p, u32 lane_q, int first_pair) {
+  u32 frag_a[kTilesN][4], frag_b[2][4];
+  ldmatrix_x4_trans(frag_b[0], pair_address<kPanelM>(lane_q, first_pair));
+#pragma unroll
+  for (int k = 0; k < kBlockM / 16; k++) {
+#pragma unroll
+    for (int i = 0; i < kTilesN; i++)
+      ldmatrix_x4(frag_a[i], (lane_p ^ (2 * k % kChunksS * 16)) + 2 * k / kChunksS * kPanelS + i * 16 * kRowBytesS);
+#pragma unroll
+    for (int pair = 0; pair < kPairsD; pair++) {
+      const int next = k * kPairsD + pair + 1;
+      if (next < kBlockM / 16 * kPairsD)
+        ldmatrix_x4_trans(frag_b[next % 2],
+                          pair_address<kPanelM>(lane_q, first_pair + next % kPairsD) + next / kPairsD * kRows16);
+      const u32(&b)[4] = frag_b[(next + 1) % 2];
+#pragma unroll
+      for (int i = 0; i < kTilesN; i++) {
+        mma_m16n8k16<Element>(acc[i][2 * pair], frag_a[i], b[0], b[1]);
+        mma_m16n8k16<Element>(acc[i][2 * pair + 1], frag_a[i], b[2], b[3]);
+      }
+    }
+  }
+}
+
+// One k16 step (16 keys) of acc_dq = dS K; the first sets acc_dq, the others add.
+template <bool kFirst>
+FUNC void gemm_dq_step(DqTile& acc_dq, u32 (&frag_k)[2][4], u32 lane_ds, u32 lane_k, int k) {
+  u32 frag_a[kDqTilesM][4];
+#pragma unroll
+  for (int i = 0; i < kDqTilesM; i++) ldmatrix_x4_trans(frag_a[i], (lane_ds ^ (i * 32)) + k * 16 * kRowBytesS);
+#pragma unroll
+  for (int pair = 0; pair < kDqPairs; pair++) {
+    const int next = k * kDqPairs + pair + 1;
+    if (next < kBlockN / 16 * kDqPairs)
+      ldmatrix_x4_trans(frag_k[next % 2], pair_address<kPanelN>(lane_k, dq_warp_n() * kDqPairs + next % kDqPairs) +
+                                              next / kDqPairs * kRows16);
+    const u32(&b)[4] = frag_k[(next + 1) % 2];
+#pragma unroll
+    for (int i = 0; i < kDqTilesM; i++) {
+      if constexpr (kFirst) {
+        mma_m16n8k16_init<Element>(acc_dq[i][2 * pair], frag_a[i], b[0], b[1]);
+        mma_m16n8k16_init<Element>(acc_dq[i][2 * pair + 1], frag_a[i], b[2], b[3]);
+      } else {
+        mma_m16n8k16<Element>(acc_dq[i][2 * pair], frag_a[i], b[0], b[1]);
+        mma_m16n8k16<Element>(acc_dq[i][2 * pair + 1], frag_a[i], b[2], b[3]);
+      }
+    }
+  }
+}
+
+// acc_dq = dS K: this warp's rows and columns, all keys of the block.
+FUNC void gemm_dq(DqTile& acc_dq, u32 lane_ds, u32 lane_k) {
+  u32 frag_k[2][4];
+  ldmatrix_x4_trans(frag_k[0], pair_address<kPanelN>(lane_k, dq_warp_n() * kDqPairs));
+  gemm_dq_step<true>(acc_dq, frag_k, lane_ds, lane_k, 0);
+#pragma unroll
+  for (int k = 1; k < kBlockN / 16; k++) gemm_dq_step<false>(acc_dq, frag_k, lane_ds, lane_k, k);
+}

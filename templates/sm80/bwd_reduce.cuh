@@ -1,0 +1,41 @@
+// ---- Adding to sums in global memory
+
+// Adds a warp's accumulators; `sums` is the tile of its first rows and columns, `column_tile` counts to that.
+template <int kRows, int kColumns>
+FUNC void add_tiles(gptr<float> sums, const float (&acc)[kRows][kColumns][4], int column_tile) {
+  const gptr<float> lane_sums = sums + threadIdx.x % 32 * kLaneFloats;
+#pragma unroll
+  for (int i = 0; i < kRows; i++)
+#pragma unroll
+    for (int n = 0; n < kColumns; n++) {
+      if constexpr (kHeadDim < kHeadDimPadded) {
+        if ((column_tile + n) * 8 >= kHeadDim) continue;
+      }
+      const gptr<float> to = lane_sums + (i * (kHeadDimPadded / 8) + n) * kTileFloats;
+      if constexpr (kVectorReduction) {
+        atomic_add4(to, acc[i][n][0], acc[i][n][1], acc[i][n][2], acc[i][n][3]);
+      } else {
+#pragma unroll
+        for (int e = 0; e < 4; e++) atomic_add<float>(to + e * kElementFloats, acc[i][n][e]);
+      }
+    }
+}
+
+// dQ of a tile of queries, from dS of all keys of the block. `row_tile` counts tiles of kBlockM rows of all heads.
+FUNC void add_dq(u32 lane_ds, u32 lane_k, int row_tile, int n_block, const BwdParams& p) {
+  DqTile acc_dq;
+  gemm_dq(acc_dq, lane_ds, lane_k);
+  const i64 row_16 = i64(row_tile) * (kBlockM / 16) + dq_warp_m() * kDqTilesM;
+  const int column_tile = dq_warp_n() * (2 * kDqPairs);
+  if constexpr (kDeterministic) {
+    // A warp's part of the tile has a semaphore: the number of key blocks that have added to it.
+    const gptr<u32> semaphore = p.semaphores + (i64(row_tile) * kNumWarps + threadIdx.x / 32);
+    if (threadIdx.x % 32 == 0) wait_until_equal(semaphore, n_block);
+    sync_warp();
+    add_tiles(p.dq_accum + tile_offset(row_16, column_tile), acc_dq, column_tile);
+    sync_warp();
+    if (threadIdx.x % 32 == 0) release_add(semaphore, 1);
+  } else {
+    add_tiles(p.dq_accum + tile_offset(row_16, column_tile), acc_dq, column_tile);
+  }
+}
