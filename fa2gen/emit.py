@@ -14,13 +14,14 @@ import jinja2
 
 from . import __version__
 from .codegen import PARAMS, KernelSource, ParamStruct, grid_rule, render_kernel, template_hash
-from .constraints import default_config, infeasible_reason, rows_per_pass
+from .constraints import default_config, infeasible_reason
 from .data import data_dir
 from .errors import ArgumentError, InfeasibleError
 from .hardware import Gpu, arch_limits, supported_compute_capabilities
 from .problem import Problem
 from .spec import FwdConfig, KernelSpec
 from .tables import Match, lookup
+from .tiles import rows_per_pass
 from .tuning.report import usual_problem
 
 #: What :func:`emit` writes besides the kernels.

@@ -27,7 +27,8 @@ from .tables import Match, TunedEntry, lookup
 from .tables.merge import is_current
 from .tables.store import cached_table, search_dirs, table_path
 from .tuning.grid import register_cap
-from .tuning.model import Facts, Prediction, estimate_facts, predict
+from .tuning.model import estimate_facts, predict
+from .tuning.prediction import Facts, Prediction
 from .tuning.shortlist import facts_of
 from .tuning.space import exclusion_reason, legal_space
 

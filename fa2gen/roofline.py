@@ -9,6 +9,14 @@ queries and keys and head dim d:
   about N/2 FLOPs a byte. Each of the N/B_r query tiles asks for all of K and V, 4Nd bytes: what of that L2 does not
   serve comes from memory again, up to 4N²d/B_r bytes. So it is the rows of a query tile, B_r, that bound the traffic
   without a cache, not the columns of a key tile.
+
+A backward call, likewise:
+
+- Standard attention keeps P from the forward: dV = P^T dO, dP = dO V^T, dS from P and dP, dQ = dS K, dK = dS^T Q. It
+  moves matrices of N² eight times: 16N² bytes for 8N²d FLOPs.
+- The tiled kernels compute P again (10N²d FLOPs). Sums of dQ in float32 are cleared, added to by every key tile in L2,
+  and read once more, 12Nd bytes besides the tensors. Each of the N/B_c key tiles asks for all of Q and dO and adds to
+  all of the sums, 12Nd bytes: so here it is the columns of a key tile, B_c, that bound the traffic without a cache.
 """
 
 from __future__ import annotations
@@ -18,10 +26,11 @@ from dataclasses import dataclass
 
 from .hardware import Gpu
 from .problem import Problem
-from .spec import FwdConfig, KernelSpec
+from .spec import BwdConfig, Config, FwdConfig, KernelSpec
 
 BYTES_PER_ELEMENT = 2
 _BYTES_PER_LSE = 4
+_BYTES_PER_SUM = 4
 
 
 @dataclass(frozen=True)
@@ -48,13 +57,24 @@ class Traffic:
 
 
 def standard_traffic(spec: KernelSpec, problem: Problem) -> Traffic:
-    """Attention as three operations over matrices in memory; S and P are 16-bit.
+    """Attention as one operation after the other over matrices in memory; S, P, dP and dS are 16-bit.
 
-    It computes and stores all of S, also what a causal mask hides.
+    It computes and stores all of them, also what a causal mask hides. The backward finds P where the forward left it.
     """
     q, kv = _operand_bytes(spec, problem)
     scores = problem.batch * problem.num_heads_q * problem.seqlen_q * problem.seqlen_k
     s = scores * BYTES_PER_ELEMENT
+    if spec.kind == "bwd":
+        return Traffic(
+            8 * spec.head_dim * scores,
+            (
+                ("read P, dO; write dV", s + q + kv),
+                ("read dO, V; write dP", q + kv + s),
+                ("read P, dP; write dS", 3 * s),
+                ("read dS, K; write dQ", s + kv + q),
+                ("read dS, Q; write dK", s + q + kv),
+            ),
+        )
     return Traffic(
         4 * spec.head_dim * scores,
         (("read Q, K; write S", q + kv + s), ("read S; write P", 2 * s), ("read P, V; write O", s + kv + q)),
@@ -62,23 +82,60 @@ def standard_traffic(spec: KernelSpec, problem: Problem) -> Traffic:
 
 
 def compulsory_traffic(spec: KernelSpec, problem: Problem) -> Traffic:
-    """The tiled kernel where L2 serves every re-read: each byte of its tensors crosses once."""
+    """The tiled kernel where L2 serves every re-read: each byte of its tensors crosses once.
+
+    Of a backward, the three kernels together: the sums of dQ cross between them.
+    """
     q, kv = _operand_bytes(spec, problem)
+    if spec.kind == "bwd":
+        sums = _sum_bytes(spec, problem)
+        return _backward_traffic(spec, problem, ("read Q, K, V, dO once", 2 * q + 2 * kv), ("add to sums of dQ", sums))
     return Traffic(
         problem.flops(spec),
         (("read Q", q), ("read K, V once", 2 * kv), ("write O", q), ("write LSE", _lse_bytes(problem))),
     )
 
 
-def uncached_traffic(spec: KernelSpec, config: FwdConfig, problem: Problem) -> Traffic:
-    """The tiled kernel where L2 serves no re-read: each query tile reads its K and V from memory."""
-    q, _ = _operand_bytes(spec, problem)
+def uncached_traffic(spec: KernelSpec, config: Config, problem: Problem) -> Traffic:
+    """The tiled kernel where L2 serves no re-read.
+
+    Each query tile reads its K and V from memory; each key tile of a backward reads its Q and dO, and adds there to the
+    sums of dQ (a read and a write).
+    """
+    q, kv = _operand_bytes(spec, problem)
     work = tile_work(spec, config, problem)
-    kv = 2 * BYTES_PER_ELEMENT * spec.head_dim * work.heads * work.keys
+    reads = 2 * BYTES_PER_ELEMENT * spec.head_dim * work.heads * work.rows
+    if spec.kind == "bwd":
+        sums = 2 * _BYTES_PER_SUM * spec.head_dim * work.heads * work.rows
+        return _backward_traffic(
+            spec, problem, ("read K, V once; Q, dO per key tile", 2 * kv + reads), ("add to sums of dQ per tile", sums)
+        )
     return Traffic(
         problem.flops(spec),
-        (("read Q", q), ("read K, V per query tile", kv), ("write O", q), ("write LSE", _lse_bytes(problem))),
+        (("read Q", q), ("read K, V per query tile", reads), ("write O", q), ("write LSE", _lse_bytes(problem))),
     )
+
+
+def _backward_traffic(
+    spec: KernelSpec, problem: Problem, reads: tuple[str, int], additions: tuple[str, int]
+) -> Traffic:
+    """The passes of the three kernels; those before and after the main one are the same for every config."""
+    q, kv = _operand_bytes(spec, problem)
+    sums = _sum_bytes(spec, problem)
+    return Traffic(
+        problem.flops(spec),
+        (
+            ("read O, dO, LSE; clear sums of dQ", 2 * q + _lse_bytes(problem) + sums),
+            reads,
+            additions,
+            ("write dK, dV", 2 * kv),
+            ("read sums; write dQ", sums + q),
+        ),
+    )
+
+
+def _sum_bytes(spec: KernelSpec, problem: Problem) -> int:
+    return _BYTES_PER_SUM * spec.head_dim * problem.batch * problem.num_heads_q * problem.seqlen_q
 
 
 def _operand_bytes(spec: KernelSpec, problem: Problem) -> tuple[int, int]:
@@ -93,19 +150,23 @@ def _lse_bytes(problem: Problem) -> int:
 
 @dataclass(frozen=True)
 class TileWork:
-    """Tiles that the kernel visits for one query head, or for the query heads of a group whose rows are packed.
+    """Tiles that the kernel visits for one query head, or for the query heads of a group that share thread blocks.
+
+    A thread block of a forward stays at a tile of queries and visits tiles of keys, one of a backward stays at a tile
+    of keys and visits tiles of queries.
 
     Attributes:
-        heads: How many of those the problem has.
-        blocks: Query tiles, one a thread block.
-        tiles: Key tiles visited by all of them; key tiles wholly above the diagonal are not.
-        keys: Keys loaded by all of them; the last tile may reach beyond the end of the sequence, what it loads may not.
+        heads: How many heads or groups the problem has.
+        blocks: Thread blocks of each.
+        tiles: Tiles visited by all of them; those wholly above the diagonal are not.
+        rows: Keys, or queries, loaded by all of them; the last tile may reach beyond the end of the sequence, what it
+            loads may not.
     """
 
     heads: int
     blocks: int
     tiles: int
-    keys: int
+    rows: int
 
 
 def packed_heads(spec: KernelSpec, config: FwdConfig) -> int:
@@ -113,8 +174,10 @@ def packed_heads(spec: KernelSpec, config: FwdConfig) -> int:
     return spec.gqa_ratio if config.pack_gqa else 1
 
 
-def tile_work(spec: KernelSpec, config: FwdConfig, problem: Problem) -> TileWork:
-    """What the query tiles of one head or group visit, in closed form: a call may have millions of query tiles."""
+def tile_work(spec: KernelSpec, config: Config, problem: Problem) -> TileWork:
+    """What the thread blocks of one head or group visit, in closed form: a call may have millions of them."""
+    if isinstance(config, BwdConfig):
+        return _backward_work(spec, config, problem)
     block_m, block_n, packed = config.block_m, config.block_n, packed_heads(spec, config)
     heads = problem.batch * problem.num_heads_q // packed
     blocks, key_tiles = math.ceil(problem.seqlen_q * packed / block_m), math.ceil(problem.seqlen_k / block_n)
@@ -124,31 +187,50 @@ def tile_work(spec: KernelSpec, config: FwdConfig, problem: Problem) -> TileWork
     # (t + 1) block_m + offset; the last tile sees all of the keys, those before `first` none.
     offset, last = (problem.seqlen_k - problem.seqlen_q) * packed, blocks - 1
     first = max(0, -offset) // block_m
-    tiles = key_tiles + _sum_of_ceilings((first + 1) * block_m + offset, block_m, last - first, block_n * packed)
+    width = block_n * packed
+    tiles = key_tiles + _sum_of_floors((first + 1) * block_m + offset + width - 1, block_m, last - first, width)
     # Those that reach the last key tile load only the keys that exist of it.
     reaching = blocks - min(last, max(0, (key_tiles - 1) * block_n * packed - offset) // block_m)
-    keys = tiles * block_n - reaching * (key_tiles * block_n - problem.seqlen_k)
-    return TileWork(heads, blocks, tiles, keys)
+    rows = tiles * block_n - reaching * (key_tiles * block_n - problem.seqlen_k)
+    return TileWork(heads, blocks, tiles, rows)
 
 
-def _sum_of_ceilings(first: int, step: int, count: int, divisor: int) -> int:
-    """Sum of ceil((first + i step) / divisor) for i below count, first at least 0.
+def _backward_work(spec: KernelSpec, config: BwdConfig, problem: Problem) -> TileWork:
+    """Key tile t is seen from query ``t block_n - offset`` on: its block skips the query tiles before."""
+    heads = problem.batch * (problem.num_heads_q if config.split_heads else problem.num_heads_k)
+    walked = 1 if config.split_heads else spec.gqa_ratio  # query heads of a block
+    blocks, query_tiles = math.ceil(problem.seqlen_k / config.block_n), math.ceil(problem.seqlen_q / config.block_m)
+    if blocks == 0 or query_tiles == 0:
+        return TileWork(heads, blocks, 0, 0)
+    tiles = blocks * query_tiles
+    if spec.causal:
+        offset = problem.seqlen_k - problem.seqlen_q
+        first = min(blocks, max(0, -(-offset // config.block_n)))
+        tiles -= _sum_of_floors(first * config.block_n - offset, config.block_n, blocks - first, config.block_m)
+    # Every block visits the last query tile, which may reach beyond the end.
+    rows = tiles * config.block_m - blocks * (query_tiles * config.block_m - problem.seqlen_q)
+    return TileWork(heads, blocks, walked * tiles, walked * rows)
 
-    Every ``divisor / gcd(step, divisor)`` terms the ceiling grows by the same whole number: so many arithmetic series.
+
+def _sum_of_floors(first: int, step: int, count: int, divisor: int) -> int:
+    """Sum of floor((first + i step) / divisor) for i below count, first at least 0.
+
+    Every ``divisor / gcd(step, divisor)`` terms the floor grows by the same whole number: so many arithmetic series.
     """
     period = divisor // math.gcd(step, divisor)
     growth = step * period // divisor
     total = 0
     for start in range(min(period, count)):
         terms = -(-(count - start) // period)
-        total += terms * -(-(first + start * step) // divisor) + growth * (terms * (terms - 1) // 2)
+        total += terms * ((first + start * step) // divisor) + growth * (terms * (terms - 1) // 2)
     return total
 
 
-def executed_flops(spec: KernelSpec, config: FwdConfig, problem: Problem) -> int:
+def executed_flops(spec: KernelSpec, config: Config, problem: Problem) -> int:
     """FLOPs of the tensor cores: whole tiles at the native head dim, masked and padded parts included."""
     work = tile_work(spec, config, problem)
-    return 4 * spec.native_head_dim * work.heads * work.tiles * config.block_m * config.block_n
+    products = 2 if spec.kind == "fwd" else 5
+    return 2 * products * spec.native_head_dim * work.heads * work.tiles * config.block_m * config.block_n
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from ..explain import Explanation, MeasuredTime
 from ..hardware import Gpu
 from ..roofline import Roofline, Traffic
 from ..spec import FwdConfig
-from ..tuning.model import MODEL_VERSION, validity
+from ..tuning.model import model_version, validity
 
 
 def explanation_json(e: Explanation, *, list_excluded: bool = False) -> dict[str, Any]:
@@ -69,7 +69,7 @@ def explanation_json(e: Explanation, *, list_excluded: bool = False) -> dict[str
             "efficiency": e.grid.efficiency,
         },
         "prediction": {
-            "model_version": MODEL_VERSION,
+            "model_version": model_version(e.spec.kind),
             "validity": validity(e.gpu),
             "ms": e.prediction.ms if math.isfinite(e.prediction.ms) else None,
             "tflops": e.tflops,

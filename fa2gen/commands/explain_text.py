@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from ..explain import Explanation, MeasuredTime
 from ..roofline import Traffic, packed_heads
-from ..tuning.model import MODEL_VERSION, validity
+from ..tuning.model import model_version, validity
 from .units import count_text
 
 WIDTH = 100
@@ -176,7 +176,7 @@ def _time(e: Explanation) -> Iterator[str]:
         for name, ms in [*((f"{name} alone", ms) for name, ms in resources), ("waits, tail, launch", rest)]:
             share = ms / prediction.ms
             yield f"  {'  ' + name:<{_LABEL}}{_ms(ms):>10}{share:>6.0%}  {'#' * round(40 * share)}".rstrip()
-        yield from _row("model", f"{MODEL_VERSION}, {validity(e.gpu)}")
+        yield from _row("model", f"{model_version(e.spec.kind)}, {validity(e.gpu)}")
     for time in e.measured:
         yield from _row("measured", _measured(e, time))
     if not e.measured:

@@ -21,7 +21,8 @@ from fa2gen.spec import CONFIGS, Config, KernelSpec
 from fa2gen.tables import Measurement, Provenance, TunedEntry, utc_now
 
 from .defaults import PREDICTED_TRIALS
-from .model import MODEL_VERSION, Facts, predict, validity
+from .model import model_version, predict, validity
+from .prediction import Facts
 from .report import Ledger, TuneRequest
 from .shortlist import facts_of, launch_reason, shortlist, spill_reason
 from .space import Space, legal_space
@@ -215,7 +216,7 @@ def _study(
         template_hash=tools.template_hash(group.spec.kind, CONFIGS[group.spec.kind].family),
         space=group.space,
         # Other facts, another model or another problem give other numbers, which must not meet these.
-        objective=f"{MODEL_VERSION}, nvcc {tools.nvcc_version()}, {problem}",
+        objective=f"{model_version(group.spec.kind)}, nvcc {tools.nvcc_version()}, {problem}",
         seed=seed,
         resume=resume,
         storage=storage,
@@ -279,7 +280,7 @@ def _entry(
             feasible=len(times),
             numerics=numerics,
             utc=utc_now(),
-            model_version=MODEL_VERSION,
+            model_version=model_version(group.spec.kind),
         ),
     )
 

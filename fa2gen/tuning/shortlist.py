@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from fa2gen.compile import CompiledKernel
-from fa2gen.constraints import smem_plan
 from fa2gen.hardware import Gpu, occupancy
 from fa2gen.problem import Problem
 from fa2gen.spec import Config, FwdConfig, KernelSpec
 
-from .model import Facts, predict
+from .model import predict
+from .prediction import Facts
 from .space import GRIDS, legal_space
 
 # Good kernels of this family spill up to about 100 bytes of prologue values; beyond this the loop itself spills.
@@ -73,8 +73,7 @@ def facts_of(compiled: CompiledKernel) -> Facts:
     """The model's view of a compiled kernel."""
     resources, source = compiled.resources, compiled.source
     spilled = resources.spill_store_bytes + resources.spill_load_bytes
-    smem = smem_plan(source.spec, source.config).total + resources.static_smem_bytes
-    return Facts(resources.registers, spilled, smem)
+    return Facts(resources.registers, spilled, source.smem_bytes + resources.static_smem_bytes)
 
 
 def spill_reason(compiled: CompiledKernel) -> str | None:

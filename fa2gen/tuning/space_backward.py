@@ -12,13 +12,16 @@ from fa2gen.spec import BwdConfig, KernelSpec
 
 from .grid import Grid, Value, promise_reason, same_budget_reason
 
+# num_stages and ds_stages: a second tile of dS is for those that prefetch.
+_STAGES = {"1": (1, 1), "2": (2, 1), "2 ds": (2, 2)}
+
 _VALUES: dict[str, tuple[Value, ...]] = {
     "block_m": (32, 64, 128),
     "block_n": (32, 64, 128, 256),
     # Queries per tile over queries per step: step_m = block_m / step_divisor.
     "step_divisor": (1, 2, 4),
     "num_warps": (4, 8, 16),
-    "num_stages": (1, 2),
+    "stages": tuple(_STAGES),
     "roles": (1, 2),
     "warps_d": (1, 2),
     "kv_in_regs": (False, True),
@@ -33,16 +36,18 @@ def _config_of(params: Mapping[str, Value]) -> BwdConfig | None:
     block_m, divisor = int(params["block_m"]), int(params["step_divisor"])
     if block_m % (16 * divisor):
         return None
+    num_stages, ds_stages = _STAGES[str(params["stages"])]
     return BwdConfig(
         block_m=block_m,
         block_n=int(params["block_n"]),
         step_m=block_m // divisor,
         num_warps=int(params["num_warps"]),
-        num_stages=int(params["num_stages"]),
+        num_stages=num_stages,
         roles=int(params["roles"]),
         warps_d=int(params["warps_d"]),
         kv_in_regs=bool(params["kv_in_regs"]),
         reduction=str(params["reduction"]),
+        ds_stages=ds_stages,
         split_heads=bool(params["split_heads"]),
         min_blocks=int(params["min_blocks"]),
     )
@@ -54,7 +59,7 @@ def _params_of(config: BwdConfig) -> dict[str, Value]:
         "block_n": config.block_n,
         "step_divisor": config.block_m // config.step_m,
         "num_warps": config.num_warps,
-        "num_stages": config.num_stages,
+        "stages": f"{config.num_stages}{' ds' if config.ds_stages > 1 else ''}",
         "roles": config.roles,
         "warps_d": config.warps_d,
         "kv_in_regs": config.kv_in_regs,

@@ -19,7 +19,7 @@ from fa2gen.roofline import (
     tile_work,
     uncached_traffic,
 )
-from fa2gen.spec import FwdConfig, KernelSpec
+from fa2gen.spec import BwdConfig, FwdConfig, KernelSpec
 
 FULL, CAUSAL = KernelSpec(), KernelSpec(causal=True)
 # One sequence, 16 heads of 4,096 queries and keys, head dim 128.
@@ -67,7 +67,7 @@ def test_causal_counts_what_is_visible() -> None:
     assert standard_traffic(CAUSAL, MODEL) == standard_traffic(FULL, MODEL)
     # Query tile t of 32 ends at row 128 (t + 1): 2 (t + 1) key tiles of 64; their sum is 2 * 32 * 33 / 2 = 1,056.
     work = tile_work(CAUSAL, CONFIG, MODEL)
-    assert (work.blocks, work.tiles, work.keys) == (32, 1_056, 67_584)
+    assert (work.blocks, work.tiles, work.rows) == (32, 1_056, 67_584)
     assert executed_flops(CAUSAL, CONFIG, MODEL) == 4 * 128 * 16 * 1_056 * 128 * 64
     # K and V: 16 heads * 67,584 keys * 128 * 2 bytes * 2.
     assert dict(uncached_traffic(CAUSAL, CONFIG, MODEL).passes)["read K, V per query tile"] == 553_648_128
@@ -89,7 +89,7 @@ def test_odd_sizes() -> None:
     spec, problem = KernelSpec(head_dim=59, causal=True, alignment=2), Problem(1, 113, 203, 1, 1)
     config = FwdConfig(block_m=64, block_n=32, step_n=32)
     work = tile_work(spec, config, problem)
-    assert (work.blocks, work.tiles, work.keys) == (2, 12, 363)
+    assert (work.blocks, work.tiles, work.rows) == (2, 12, 363)
     assert uncached_traffic(spec, config, problem).bytes == 2 * 59 * (2 * 113 + 2 * 363) + 4 * 113
     assert executed_flops(spec, config, problem) == 4 * 64 * 12 * 64 * 32
     # More queries than keys: rows 0 to 89 see nothing.
@@ -113,7 +113,7 @@ def test_tiles_are_those_with_a_visible_pair(causal: bool, sizes: tuple[int, int
         tiles = {(row // config.block_m, key // config.block_n) for row, key in pairs}
         work = tile_work(spec, config, Problem(1, *sizes, 1, 1))
         assert work.tiles == len(tiles)
-        assert work.keys == sum(min(config.block_n, seqlen_k - tile * config.block_n) for _, tile in tiles)
+        assert work.rows == sum(min(config.block_n, seqlen_k - tile * config.block_n) for _, tile in tiles)
 
 
 def test_closed_form_is_the_sum_over_query_tiles() -> None:
@@ -178,3 +178,56 @@ def test_roofline() -> None:
 
 def test_nothing_to_do_has_no_intensity() -> None:
     assert standard_traffic(FULL, Problem(0, 0, 0, 0, 0)).intensity == 0.0
+
+
+BACKWARD, CAUSAL_BACKWARD = KernelSpec("bwd"), KernelSpec("bwd", causal=True)
+
+
+def test_a_backward_of_sixteen_heads_of_4096_by_128() -> None:
+    # One of Q, K, V, O and their gradients 16,777,216 bytes; a matrix of scores 536,870,912; sums of dQ 33,554,432.
+    standard = standard_traffic(BACKWARD, MODEL)
+    assert standard.flops == 2 * 137_438_953_472
+    assert standard.bytes == 7 * 536_870_912 + 8 * 16_777_216
+    once = compulsory_traffic(BACKWARD, MODEL)
+    assert once.flops == 2.5 * 137_438_953_472
+    # Tensors once, dO twice; the sums cleared, added to, and read.
+    assert once.bytes == MODEL.min_bytes(BACKWARD) + 16_777_216 + 3 * 33_554_432
+    # 32 key tiles of 128 keys each read Q and dO of their head, and read and write its sums.
+    never = dict(uncached_traffic(BACKWARD, BwdConfig(block_n=128), MODEL).passes)
+    assert never["read K, V once; Q, dO per key tile"] == 2 * 16_777_216 + 32 * 2 * 16_777_216
+    assert never["add to sums of dQ per tile"] == 32 * 2 * 33_554_432
+    # Wider key tiles halve the reads, taller query tiles change nothing.
+    wider = uncached_traffic(BACKWARD, BwdConfig(block_n=256), MODEL)
+    assert dict(wider.passes)["add to sums of dQ per tile"] == 16 * 2 * 33_554_432
+    assert uncached_traffic(BACKWARD, BwdConfig(block_m=128, block_n=256), MODEL) == wider
+
+
+@pytest.mark.parametrize("split_heads", [False, True])
+def test_a_backward_visits_the_query_tiles_that_see_its_keys(split_heads: bool) -> None:
+    random = Random(5)
+    for _ in range(300):
+        ratio = random.choice((1, 2, 3)) if split_heads else random.choice((1, 3))
+        spec = KernelSpec("bwd", causal=random.random() < 0.8, gqa_ratio=ratio)
+        config = BwdConfig(
+            block_m=random.choice((32, 64, 128)), block_n=random.choice((32, 64, 128)), split_heads=split_heads
+        )
+        seqlen_q, seqlen_k = random.randrange(1, 400), random.randrange(1, 400)
+        tiles = rows = 0
+        for key in range(0, seqlen_k, config.block_n):
+            first = max(0, key - seqlen_k + seqlen_q) // config.block_m if spec.causal else 0
+            for query in range(first * config.block_m, seqlen_q, config.block_m):
+                tiles, rows = tiles + 1, rows + min(config.block_m, seqlen_q - query)
+        blocks, problem = math.ceil(seqlen_k / config.block_n), Problem(3, seqlen_q, seqlen_k, 2 * ratio, 2)
+        heads, walked = (6 * ratio, 1) if split_heads else (6, ratio)
+        work = tile_work(spec, config, problem)
+        assert work == TileWork(heads, blocks, walked * tiles, walked * rows), (spec, config, problem)
+        assert executed_flops(spec, config, problem) >= problem.flops(spec)
+    assert tile_work(BACKWARD, BwdConfig(), Problem(1, 0, 5, 1, 1)).tiles == 0
+
+
+def test_the_longest_backward_is_counted_at_once() -> None:
+    # Of n tiles of 64 by 64 a causal call visits n (n + 1) / 2.
+    n = MAX_SEQLEN // 64
+    started = time.process_time()
+    assert tile_work(CAUSAL_BACKWARD, BwdConfig(), Problem(1, MAX_SEQLEN, MAX_SEQLEN, 1, 1)).tiles == n * (n + 1) // 2
+    assert time.process_time() - started < 1

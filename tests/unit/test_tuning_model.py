@@ -15,7 +15,8 @@ from fa2gen.hardware import get_gpu, list_gpus
 from fa2gen.problem import Problem
 from fa2gen.spec import NATIVE_HEAD_DIMS, FwdConfig, KernelSpec
 from fa2gen.tuning.grid import register_cap
-from fa2gen.tuning.model import Facts, estimate_facts, predict
+from fa2gen.tuning.model import estimate_facts, predict
+from fa2gen.tuning.prediction import Facts
 from fa2gen.tuning.report import usual_problem
 from fa2gen.tuning.shortlist import neighbours, shortlist
 from fa2gen.tuning.space import GRIDS, legal_space

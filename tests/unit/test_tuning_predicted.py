@@ -14,7 +14,7 @@ from fa2gen.errors import ToolchainError
 from fa2gen.hardware import get_gpu
 from fa2gen.spec import KernelSpec
 from fa2gen.tables import load_table, save_entries, table_path
-from fa2gen.tuning.model import MODEL_VERSION
+from fa2gen.tuning.model import model_version
 from fa2gen.tuning.session import tune
 from fa2gen.tuning.space import legal_space
 from fa2gen.tuning.study import TuningStudy
@@ -58,7 +58,7 @@ def test_predicted_compiles_12_of_each_spec_and_proves_winner_and_default(rooms,
         assert proved == winners | {default_config(spec)}
     for row in report.entries:
         assert (row.measurement.kind, row.measurement.n) == ("predicted", 0)
-        assert row.provenance.model_version == MODEL_VERSION
+        assert row.provenance.model_version == model_version("fwd")
         assert row.provenance.numerics.startswith("emulator: passed")
         assert row.provenance.trials >= 12
     assert (report.compiled, report.cached) == (len(rooms.compiled), 0)
@@ -81,7 +81,7 @@ def test_predicted_times_are_kept_in_a_study_of_their_own(rooms, tmp_path):
             **options,
         )
 
-    with open_study(objective=f"{MODEL_VERSION}, nvcc 13.0.88, {request.problem}") as study:
+    with open_study(objective=f"{model_version('fwd')}, nvcc 13.0.88, {request.problem}") as study:
         times, failures = study.times(), study.failures()
     assert len(times) + len(failures) >= 40
     assert times
