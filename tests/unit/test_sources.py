@@ -32,7 +32,7 @@ def rendered(monkeypatch: pytest.MonkeyPatch) -> list[KernelSpec]:
     """The specs that were rendered rather than read."""
     specs: list[KernelSpec] = []
 
-    def render(spec: KernelSpec, config: FwdConfig) -> KernelSource:
+    def render(spec: KernelSpec, config: FwdConfig, kernel: str | None = None) -> KernelSource:
         specs.append(spec)
         return render_kernel(spec, config, kernel=kernel)
 
