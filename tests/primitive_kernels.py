@@ -22,6 +22,7 @@ from fa2gen.spec import FwdConfig, KernelSpec
 NUM_THREADS = 64
 SMEM_BYTES = 8192
 ENTRY = "primitive_probes"
+PRIMITIVES = ("primitives", "conversions", "reductions")  # the headers that the emulator's replaces
 
 _DECLARATIONS = """
 struct ProbeParams {
@@ -59,10 +60,11 @@ def probe_source(bodies: Mapping[str, str], platform: str, num_threads: int = NU
     if platform == "host":
         headers = (HOST_KEYWORDS, types, HOST_INCLUDE)
     else:
-        headers = (types, (root / "sm80/primitives.cuh").read_text())
+        headers = (types, *((root / f"sm80/{name}.cuh").read_text() for name in PRIMITIVES))
     return KernelSource(
         spec=KernelSpec(),
         config=FwdConfig(),
+        kernel="fwd",
         platform=platform,
         text="\n".join((*headers, body)),
         body=body,
@@ -74,7 +76,7 @@ def probe_source(bodies: Mapping[str, str], platform: str, num_threads: int = NU
 
 def probe_launch(which: int, grid: int = 1, num_threads: int = NUM_THREADS) -> Launch:
     """The launch of one probe, with null pointers."""
-    return Launch((grid, 1, 1), num_threads, SMEM_BYTES, struct.pack("<QQii", 0, 0, which, 0))
+    return Launch("fwd", (grid, 1, 1), num_threads, SMEM_BYTES, struct.pack("<QQii", 0, 0, which, 0))
 
 
 @dataclass(frozen=True)

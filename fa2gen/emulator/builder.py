@@ -29,7 +29,14 @@ from ..compile.store import SCRATCH_PREFIX, EntryStore, scratch_folder
 from ..errors import ArgumentError, CacheError, CompileError, ToolchainError
 
 HOST_DIR = Path(__file__).parent / "host"
-RUNTIME_SOURCES = ("primitives.cpp", "block.cpp", "shared_memory.cpp", "main.cpp")
+RUNTIME_SOURCES = (
+    "primitives.cpp",
+    "block.cpp",
+    "between_blocks.cpp",
+    "semaphores.cpp",
+    "shared_memory.cpp",
+    "main.cpp",
+)
 SECTION = "emulator"
 TEXT, PROGRAM = "kernel.cpp", "kernel"
 # -ffp-contract=off: a * b + c is two roundings unless the kernel text says fma_f32, as on the device with PTX.

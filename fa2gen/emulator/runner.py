@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
 import re
@@ -18,7 +19,7 @@ import numpy as np
 from ..errors import ArgumentError, EmulatorError
 from .builder import EmulatedKernel
 
-_MAGIC = 0x32414631
+_MAGIC = 0x32414632
 
 
 class LaunchLike(Protocol):
@@ -45,7 +46,11 @@ class Buffer:
         pointer_index: The field of the parameter struct that points here (see ``launch.POINTERS``); -1 for none.
         start: Byte offset of that pointer in ``data``. ``data[0]`` is aligned to 256 bytes in the emulated memory.
         readable: One bool for every 2 bytes: in view. Others may not be touched. None: all are.
-        output: Starts uninitialised: elements never written, written twice or read before are reported.
+        output: Written once: elements never written, written twice or read before are reported.
+        initialised: One bool for every 2 bytes: holds a value. Reading or adding to others is reported. A run updates
+            it, so that memory which several launches share, such as a workspace, may start uninitialised; whether an
+            output is complete is then for :func:`require_written` to say, after the last. None: an output starts
+            without values, all other memory with them.
     """
 
     name: str
@@ -54,12 +59,15 @@ class Buffer:
     start: int = 0
     readable: np.ndarray | None = None
     output: bool = False
+    initialised: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         if self.data.dtype != np.uint8 or self.data.ndim != 1 or self.data.size % 2 or not self.data.flags.c_contiguous:
             raise ArgumentError(f"data of buffer {self.name} must be contiguous, 1-D, uint8 and of even length")
-        if self.readable is not None and (self.readable.dtype != np.bool_ or self.readable.size != self.data.size // 2):
-            raise ArgumentError(f"readable of buffer {self.name} must hold {self.data.size // 2} bools")
+        for name in ("readable", "initialised"):
+            mask = getattr(self, name)
+            if mask is not None and (mask.dtype != np.bool_ or mask.size != self.data.size // 2):
+                raise ArgumentError(f"{name} of buffer {self.name} must hold {self.data.size // 2} bools")
         if not 0 <= self.start <= self.data.size:
             raise ArgumentError(f"start of buffer {self.name} must be 0 to {self.data.size}, got {self.start}")
 
@@ -86,6 +94,9 @@ class Counters:
     switches: int = 0
     repairs: int = 0
 
+    def __add__(self, other: Counters) -> Counters:
+        return Counters(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
 
 _NUM_COUNTERS = len(fields(Counters)) - 1  # repairs is read from memory, by run_forward
 
@@ -101,10 +112,10 @@ def _job(
     for b in buffers:
         name = b.name.encode()
         parts.append(struct.pack("<I", len(name)) + name)
-        flags = (b.data.flags.writeable, b.output, b.readable is not None)
-        parts.append(struct.pack("<iIIIQQ", b.pointer_index, *flags, b.start, b.data.size))
-        if b.readable is not None:
-            parts.append(b.readable.tobytes())
+        masks = (b.readable, b.initialised)
+        flags = (b.data.flags.writeable, b.output, *(mask is not None for mask in masks))
+        parts.append(struct.pack("<iIIIIQQ", b.pointer_index, *flags, b.start, b.data.size))
+        parts += [mask.tobytes() for mask in masks if mask is not None]
         parts.append(b.data.tobytes())
     return b"".join(parts)
 
@@ -196,14 +207,42 @@ def _read_outcome(out: memoryview, kernel: EmulatedKernel, buffers: Sequence[Buf
         raise EmulatorError(name, _with_lines(message, kernel))
     counters = Counters(*struct.unpack_from(f"<{_NUM_COUNTERS}Q", out, at))
     at += 8 * _NUM_COUNTERS
+    results = []
     for b in buffers:
-        if not b.data.flags.writeable:
-            continue
-        values = np.frombuffer(out, np.uint16, b.data.size // 2, at)
-        at += b.data.size
-        target = b.data.view(np.uint16)
-        if b.readable is None:
-            target[:] = values
-        else:
-            target[b.readable.reshape(-1)] = values[b.readable.reshape(-1)]
+        elements = b.data.size // 2
+        values = initialised = None
+        if b.data.flags.writeable:
+            values = np.frombuffer(out, np.uint16, elements, at)
+            at += b.data.size
+        if b.output or b.initialised is not None:
+            initialised = np.frombuffer(out, np.bool_, elements, at)
+            at += elements
+        results.append((values, initialised))
+    for b, (_, initialised) in zip(buffers, results, strict=True):
+        if b.output and b.initialised is None:
+            require_written(dataclasses.replace(b, initialised=initialised))
+    for b, (values, initialised) in zip(buffers, results, strict=True):
+        if initialised is not None and b.initialised is not None:
+            b.initialised.reshape(-1)[:] = initialised
+        if values is not None:
+            in_view = slice(None) if b.readable is None else b.readable.reshape(-1)
+            b.data.view(np.uint16)[in_view] = values[in_view]
     return counters
+
+
+def require_written(buffer: Buffer) -> None:
+    """Raises unless every element of an output that is in view holds a value.
+
+    Raises:
+        EmulatorError: ``"global-not-written"``.
+    """
+    assert buffer.initialised is not None
+    missing = ~buffer.initialised.reshape(-1)
+    if buffer.readable is not None:
+        missing &= buffer.readable.reshape(-1)
+    places = np.flatnonzero(missing)
+    if places.size:
+        raise EmulatorError(
+            "global-not-written",
+            f"{2 * places.size} bytes of {buffer.name} were never written, the first at byte {2 * places[0]}",
+        )

@@ -292,9 +292,9 @@ def test_parameters_of_the_wrong_size_are_refused(kernel: EmulatedKernel) -> Non
 @pytest.mark.parametrize(
     ("launch", "message"),
     [
-        (Launch((0, 1, 1), 64, 0, bytes(24)), "grid"),
-        (Launch((1, 1, 1), 33, 0, bytes(24)), "num_threads"),
-        (Launch((1, 1, 1), 2048, 0, bytes(24)), "num_threads"),
+        (Launch("fwd", (0, 1, 1), 64, 0, bytes(24)), "grid"),
+        (Launch("fwd", (1, 1, 1), 33, 0, bytes(24)), "num_threads"),
+        (Launch("fwd", (1, 1, 1), 2048, 0, bytes(24)), "num_threads"),
     ],
 )
 def test_impossible_launches_are_refused(kernel: EmulatedKernel, launch: Launch, message: str) -> None:

@@ -26,7 +26,7 @@ void Block::cp_async_mbarrier_arrive(unsigned address) {
     previous = &copy;
   }
   AsyncArrival arrival{current->tid, mbarrier, batches.count, {}, current->site};
-  arrival.known.join(current->clock.known, 2 * size_t(num_threads_));
+  arrival.known.join_epochs(current->clock.known, 2 * size_t(num_threads_));
   arrivals_.push_back(std::move(arrival));
 }
 
@@ -102,6 +102,8 @@ Diagnostic Block::deadlock() const {
         if (other.done != f.done) break;
         if (!f.done && (other.site != f.site || other.waits != f.waits)) break;
         if (f.waits == Operation::kMbarrierWait && (other.mbarrier != f.mbarrier || other.parity != f.parity)) break;
+        if (f.waits == Operation::kWaitUntilEqual && (other.semaphore != f.semaphore || other.wanted != f.wanted))
+          break;
       }
       text += format("\n  warp %u lanes %u-%u: ", w, first, end - 1);
       text += f.done
@@ -109,9 +111,13 @@ Diagnostic Block::deadlock() const {
                   : format("in %s at %s%s", operation_name(f.waits), site_name(f.site).c_str(), trace_text(f).c_str());
       if (!f.done && f.waits == Operation::kMbarrierWait)
         text += format(" for parity %u of %s", f.parity, shared.place(mbarriers_.all()[f.mbarrier].address).c_str());
+      if (!f.done && f.waits == Operation::kWaitUntilEqual)
+        text += format(" for %s to be %u; it is %u", global.element(f.semaphore).c_str(), f.wanted,
+                       __atomic_load_n(f.semaphore, __ATOMIC_RELAXED));
       first = end;
     }
   }
+  if (!waiting_.empty()) text += "\n  no other block that has started can run either; the ones before have ended";
   return Diagnostic("deadlock", text, Diagnostic::kWholeBlock);
 }
 

@@ -14,7 +14,7 @@
 #include "counters.h"
 #include "diagnostic.h"
 #include "fiber.h"
-#include "global_memory.h"
+#include "grid.h"
 #include "mbarriers.h"
 #include "runtime.h"
 #include "shared_memory.h"
@@ -28,6 +28,7 @@ class Block {
   static __thread Block* running;
 
   const Options options;
+  Grid& grid;
   GlobalMemory& global;
   SharedMemory shared;
   Counters counters;
@@ -35,9 +36,10 @@ class Block {
   size_t recent_buffer = 0;
   Fiber* current = nullptr;
 
-  Block(unsigned num_threads, unsigned shared_bytes, GlobalMemory& memory, const Options& how)
+  Block(unsigned num_threads, unsigned shared_bytes, Grid& blocks, const Options& how)
       : options(how),
-        global(memory),
+        grid(blocks),
+        global(blocks.memory),
         shared(shared_bytes, num_threads / kWarpSize, how.checks),
         num_threads_(num_threads),
         num_warps_(num_threads / kWarpSize),
@@ -56,6 +58,8 @@ class Block {
     std::fill(barriers_, barriers_ + kNumBarriers, Barrier{});
     mbarriers_.reset();
     arrivals_.clear();
+    additions_.clear(), waiting_.clear();
+    waits_ = nullptr, threads_ordered_ = false;
     failure_.reset();
     num_ready_ = 0, alive_ = num_threads_;
     for (unsigned w = 0; w < num_warps_; w++) {
@@ -80,6 +84,10 @@ class Block {
     running = nullptr;
     for (BankConflicts& c : conflicts_) c.flush();
     if (failure_) throw *failure_;
+    if (waits_)
+      grid.additions.make_in_order(additions_);
+    else
+      grid.additions.hold(number, additions_, random_);
   }
 
   unsigned num_threads() const { return num_threads_; }
@@ -128,7 +136,7 @@ class Block {
 
   // The lanes of a warp, all of which are here, synchronise: what one knows all know, and an epoch ends.
   void synchronise(unsigned warp) {
-    if (!mbarriers_.empty()) {
+    if (threads_ordered_) {
       Fiber* lanes = &fibers_[warp * kWarpSize];
       Knowledge all;
       for (unsigned l = 0; l < kWarpSize; l++) all.join(lanes[l].clock.known);
@@ -154,10 +162,19 @@ class Block {
 
   // ---- mbarriers
 
-  void mbarrier_init(unsigned address, int count) { mbarriers_.init(address, count, accessor(), current->site); }
+  void mbarrier_init(unsigned address, int count) {
+    mbarriers_.init(address, count, accessor(), current->site);
+    threads_ordered_ = true;
+  }
   void mbarrier_arrive(unsigned address);
   void cp_async_mbarrier_arrive(unsigned address);
   void mbarrier_wait(unsigned address, unsigned parity);
+
+  // ---- Between blocks
+
+  void add(float* address, float value, const char* what);
+  void release_add(unsigned* address, unsigned value);
+  void wait_until_equal(const unsigned* address, unsigned value);
 
   // Lands the copies of a thread up to the given batch, or those that cp_async_wait covers.
   template <class Covered>
@@ -213,7 +230,7 @@ class Block {
     synchronise(me);
     for (unsigned u = 0; u < num_warps_; u++)
       b.joined[u] = std::max(b.joined[u], u == me ? w.clock[u] - 1 : w.clock[u]);
-    if (!mbarriers_.empty()) b.known.join(fibers_[me * kWarpSize].clock.known);
+    if (threads_ordered_) b.known.join(fibers_[me * kWarpSize].clock.known);
     if (operation == Operation::kSyncThreadsOr || operation == Operation::kBarSyncOr)
       for (const Lane& lane : w.lanes) b.any |= lane.a[0] != 0;
     const bool waits = operation != Operation::kBarArrive;
@@ -223,7 +240,7 @@ class Block {
       if (!(b.waiting >> u & 1)) continue;
       for (unsigned v = 0; v < num_warps_; v++)
         if (v != u) warps_[u].clock[v] = std::max(warps_[u].clock[v], b.joined[v]);
-      if (!mbarriers_.empty())
+      if (threads_ordered_)
         for (unsigned l = 0; l < kWarpSize; l++) fibers_[u * kWarpSize + l].clock.known.join(b.known);
       warps_[u].any = b.any;
       if (u != me) release(u, nullptr);
@@ -291,12 +308,24 @@ class Block {
   void check_end() const;
   Diagnostic deadlock() const;
 
+  bool is_ordered(const Adder& adder);
+  Diagnostic unordered(const Adder& adder, const float* address, const char* what) const;
+  void begin_semaphores();
+  bool acquires(Fiber& fiber);
+  void look_at_semaphores();
+  void sleep_until_release();
+
   // The fiber to run next.
   Fiber* next() {
     if (!arrivals_.empty() && options.random_schedule && random_ % 64 == 0) land_one();
+    if (!waiting_.empty() && random_ % 16 == 0) look_at_semaphores();
     while (num_ready_ == 0) {
-      if (arrivals_.empty()) throw deadlock();
-      land_one();
+      if (!arrivals_.empty())
+        land_one();
+      else if (!waiting_.empty())
+        sleep_until_release();
+      else
+        throw deadlock();
     }
     return pick();
   }
@@ -335,6 +364,10 @@ class Block {
   const unsigned num_threads_, num_warps_;
   Mbarriers mbarriers_;
   std::vector<AsyncArrival> arrivals_;  // that have not happened
+  std::vector<Addition> additions_;     // not made
+  std::vector<unsigned> waiting_;       // threads, for semaphores
+  Waits* waits_ = nullptr;              // once the block uses semaphores
+  bool threads_ordered_ = false;        // it has an mbarrier or uses semaphores, which order single threads
   const void* params_ = nullptr;
   Dim3 index_;
   std::vector<Fiber> fibers_;

@@ -31,13 +31,15 @@ enum class Operation : uint8_t {
   kBarArrive,
   kSyncThreadsOr,
   kBarSyncOr,
-  kMbarrierWait
+  kMbarrierWait,
+  kWaitUntilEqual
 };
 inline const char* operation_name(Operation operation) {
   static const char* const names[] = {
-      "nothing",           "shfl_xor",           "any_lane",           "all_lanes",   "ldmatrix_x4",
-      "ldmatrix_x4_trans", "mma_m16n8k16<bf16>", "mma_m16n8k16<fp16>", "sync_warp",   "sync_threads",
-      "bar_sync",          "bar_arrive",         "sync_threads_or",    "bar_sync_or", "mbarrier_wait"};
+      "nothing",         "shfl_xor",          "any_lane",           "all_lanes",
+      "ldmatrix_x4",     "ldmatrix_x4_trans", "mma_m16n8k16<bf16>", "mma_m16n8k16<fp16>",
+      "sync_warp",       "sync_threads",      "bar_sync",           "bar_arrive",
+      "sync_threads_or", "bar_sync_or",       "mbarrier_wait",      "wait_until_equal"};
   return names[int(operation)];
 }
 
@@ -63,6 +65,8 @@ struct Fiber {
   ThreadClock clock;
   CopyBatches batches;
   unsigned mbarrier = 0, parity = 0;  // what it waits for, in mbarrier_wait
+  const unsigned* semaphore = nullptr;  // and in wait_until_equal
+  unsigned wanted = 0;
 };
 
 struct Warp {

@@ -15,12 +15,13 @@ namespace emulator {
 
 class GlobalBuffer {
  public:
-  enum Flag : uint8_t { kInView = 1, kInitialised = 2, kAtomic = 4 };
+  enum Flag : uint8_t { kInView = 1, kInitialised = 2, kAtomic = 4, kRead = 8 };
 
   std::string name;
   int pointer_index = 0;  // which field of the parameter struct points here
   uint64_t start = 0;  // at which byte
   bool writable = false, output = false;
+  bool keeps_state = false;  // which elements are initialised is known from earlier launches, and told to later ones
   uint8_t* data = nullptr;
   size_t bytes = 0;
   std::vector<uint8_t> flags;
@@ -57,13 +58,22 @@ class GlobalMemory {
   std::vector<GlobalBuffer> buffers;
 
   // `recent` is the caller's memory of the buffer that it used last: with few buffers, finding one costs a compare.
-  void check_read(const void* address, size_t bytes, size_t alignment, const char* what, size_t& recent) const {
+  void check_read(const void* address, size_t bytes, size_t alignment, const char* what, size_t& recent) {
     const uint8_t* at = static_cast<const uint8_t*>(address);
-    check_flags(find(at, bytes, alignment, what, recent), at, bytes, what,
-                GlobalBuffer::kInView | GlobalBuffer::kInitialised);
+    GlobalBuffer& buffer = find(at, bytes, alignment, what, recent);
+    check_flags(buffer, at, bytes, what, GlobalBuffer::kInView | GlobalBuffer::kInitialised);
+    if (!buffer.writable) return;
+    const size_t offset = at - buffer.data;
+    for (size_t i = offset / 2; i < (offset + bytes + 1) / 2; i++)
+      if (set_flags(buffer.flags[i], GlobalBuffer::kRead) & GlobalBuffer::kAtomic) throw sum_read(buffer, i, what);
+  }
+  // A read by which a thread waits for the atomics of others.
+  void check_wait(const void* address, const char* what, size_t& recent) const {
+    const uint8_t* at = static_cast<const uint8_t*>(address);
+    check_flags(find(at, 4, 4, what, recent), at, 4, what, GlobalBuffer::kInView | GlobalBuffer::kInitialised);
   }
 
-  // Each element is written once in a launch, or by atomics only.
+  // Each element is written once in a launch, or by atomics only, and then not read; an output's once in all launches.
   void check_write(void* address, size_t bytes, bool atomic, unsigned block, const char* what, size_t& recent) {
     const uint8_t* at = static_cast<const uint8_t*>(address);
     GlobalBuffer& buffer = find(at, bytes, bytes, what, recent);
@@ -73,28 +83,26 @@ class GlobalMemory {
                                                   buffer.name.c_str(), offset));
     check_flags(buffer, at, bytes, what, GlobalBuffer::kInView | (atomic ? GlobalBuffer::kInitialised : 0));
     for (size_t i = offset / 2; i < (offset + bytes) / 2; i++) {
-      uint8_t& flags = buffer.flags[i];
-      uint32_t& writer = buffer.writer[i];
+      const uint32_t writer = __atomic_load_n(&buffer.writer[i], __ATOMIC_ACQUIRE);
+      const uint8_t flags =
+          set_flags(buffer.flags[i], GlobalBuffer::kInitialised | (atomic ? GlobalBuffer::kAtomic : 0));
       if (writer && !(atomic && flags & GlobalBuffer::kAtomic))
         throw Diagnostic("global-two-writers", format("%s %s at byte %zu, which block number %u already wrote", what,
                                                       buffer.name.c_str(), 2 * i, writer - 1));
-      writer = block + 1;
-      flags |= GlobalBuffer::kInitialised | (atomic ? GlobalBuffer::kAtomic : 0);
+      if (!writer && buffer.output && flags & GlobalBuffer::kInitialised)
+        throw Diagnostic("global-two-writers", format("%s %s at byte %zu, which an earlier launch already wrote", what,
+                                                      buffer.name.c_str(), 2 * i));
+      if (atomic && flags & GlobalBuffer::kRead) throw sum_read(buffer, i, what);
+      __atomic_store_n(&buffer.writer[i], block + 1, __ATOMIC_RELEASE);
     }
   }
 
-  // After the launch: every element of an output that is in view was written.
-  void check_all_written() const {
-    for (const GlobalBuffer& b : buffers) {
-      if (!b.output) continue;
-      size_t missing = 0, first = 0;
-      for (size_t i = 0; i < b.flags.size(); i++)
-        if ((b.flags[i] & (GlobalBuffer::kInView | GlobalBuffer::kInitialised)) == GlobalBuffer::kInView && !missing++)
-          first = 2 * i;
-      if (missing)
-        throw Diagnostic("global-not-written", format("%zu bytes of %s were never written, the first at byte %zu",
-                                                      2 * missing, b.name.c_str(), first));
-    }
+  // "semaphores[3]": an element of 4 bytes, for reports.
+  std::string element(const void* address) const {
+    const uint8_t* at = static_cast<const uint8_t*>(address);
+    for (const GlobalBuffer& b : buffers)
+      if (b.contains(at)) return format("%s[%lld]", b.name.c_str(), (at - (b.data + b.start)) / 4ll);
+    return "?";
   }
 
  private:
@@ -110,6 +118,19 @@ class GlobalMemory {
     if (recent == buffers.size() || at + bytes > buffers[recent].data + buffers[recent].bytes)
       throw Diagnostic("global-out-of-range", format("%s %zu bytes %s", what, bytes, place(at).c_str()));
     return buffers[recent];
+  }
+
+  // What the flags were. Blocks of several OS threads set them.
+  static uint8_t set_flags(uint8_t& flags, int more) {
+    const uint8_t before = __atomic_load_n(&flags, __ATOMIC_RELAXED);
+    return (before & more) == more ? before : __atomic_fetch_or(&flags, uint8_t(more), __ATOMIC_RELAXED);
+  }
+
+  static Diagnostic sum_read(const GlobalBuffer& buffer, size_t i, const char* what) {
+    return Diagnostic("global-sum-read",
+                      format("%s %s at byte %zu: it is read and added to in one launch, so what is read depends on the "
+                             "schedule",
+                             what, buffer.name.c_str(), 2 * i));
   }
 
   static void check_flags(const GlobalBuffer& buffer, const uint8_t* at, size_t bytes, const char* what, int need) {

@@ -13,7 +13,7 @@
 namespace emulator {
 namespace {
 
-constexpr uint32_t kMagic = 0x32414631;
+constexpr uint32_t kMagic = 0x32414632;
 
 class Reader {
  public:
@@ -43,15 +43,18 @@ void read_buffer(Reader& in, GlobalBuffer& buffer) {
   buffer.writable = in.value<uint32_t>();
   buffer.output = in.value<uint32_t>();
   const bool has_mask = in.value<uint32_t>();
+  buffer.keeps_state = in.value<uint32_t>();
   buffer.start = in.value<uint64_t>();
   buffer.allocate(in.value<uint64_t>());
-  std::vector<uint8_t> mask(buffer.flags.size(), 1), data(buffer.bytes);
-  if (has_mask) in.bytes(mask.data(), mask.size());
+  const size_t elements = buffer.flags.size();
+  std::vector<uint8_t> mask(elements, 1), initialised(elements, !buffer.output), data(buffer.bytes);
+  if (has_mask) in.bytes(mask.data(), elements);
+  if (buffer.keeps_state) in.bytes(initialised.data(), elements);
   in.bytes(data.data(), data.size());
-  for (size_t i = 0; i < mask.size(); i++) {
+  for (size_t i = 0; i < elements; i++) {
     if (!mask[i]) continue;
-    buffer.flags[i] = GlobalBuffer::kInView | (buffer.output ? 0 : GlobalBuffer::kInitialised);
-    if (!buffer.output) std::memcpy(buffer.data + 2 * i, &data[2 * i], std::min<size_t>(2, buffer.bytes - 2 * i));
+    buffer.flags[i] = GlobalBuffer::kInView | (initialised[i] ? GlobalBuffer::kInitialised : 0);
+    if (initialised[i]) std::memcpy(buffer.data + 2 * i, &data[2 * i], std::min<size_t>(2, buffer.bytes - 2 * i));
   }
 }
 
@@ -115,18 +118,21 @@ Counters launch(Job& job) {
   std::atomic<bool> stop{false};
   std::vector<std::unique_ptr<Diagnostic>> failures(total);
   std::vector<Counters> counters(workers);
+  Grid grid(job.memory, workers);
   auto work = [&](unsigned me) {
     handle_crashes();
-    Block block(job.num_threads, job.shared_bytes, job.memory, job.options);
+    Block block(job.num_threads, job.shared_bytes, grid, job.options);
     current_grid = job.grid;
     for (unsigned i; !stop && (i = next++) < total;) {
       try {
         block.run({i % job.grid.x, i / job.grid.x % job.grid.y, i / job.grid.x / job.grid.y}, i, job.params.data());
       } catch (const Diagnostic& d) {
-        failures[i] = std::make_unique<Diagnostic>(d);
+        if (!d.name.empty()) failures[i] = std::make_unique<Diagnostic>(d);  // else it gave up because of another one
         stop = true;
+        grid.semaphores.stop();
       }
     }
+    grid.semaphores.leave();
     counters[me] = block.counters;
   };
   std::vector<std::thread> others;
@@ -135,7 +141,7 @@ Counters launch(Job& job) {
   for (std::thread& t : others) t.join();
   for (const auto& failure : failures)
     if (failure) throw *failure;
-  job.memory.check_all_written();
+  grid.additions.finish(grid.semaphores.in_use(), job.options.seed);
   Counters sum;
   for (const Counters& c : counters) sum.add(c);
   return sum;
@@ -162,8 +168,11 @@ int run() {
   write_text(text);
   std::fwrite(&counters, sizeof counters, 1, stdout);
   if (name.empty())
-    for (const GlobalBuffer& buffer : job.memory.buffers)
+    for (const GlobalBuffer& buffer : job.memory.buffers) {
       if (buffer.writable) std::fwrite(buffer.data, 1, buffer.bytes, stdout);
+      if (!buffer.output && !buffer.keeps_state) continue;
+      for (uint8_t flags : buffer.flags) std::putchar((flags & GlobalBuffer::kInitialised) != 0);
+    }
   return std::fflush(stdout) == 0 ? 0 : 2;
 }
 
