@@ -64,6 +64,33 @@ class Machine(Protocol):
     def host_times(self, ready: dict[str, Ready], stream: str, bursts: int) -> dict[str, list[float]]: ...
 
 
+def provenance(device_index: int | None) -> dict[str, Any]:
+    """Machine, versions and time of a measurement.
+
+    Args:
+        device_index: torch's index of the GPU; None: the CPU was measured.
+    """
+    info = None if device_index is None else device_info(device_index)
+    machine: dict[str, Any] = {"gpu": "CPU"}
+    if info is not None:
+        machine = {
+            "gpu": info.name,
+            "compute_capability": ".".join(map(str, info.compute_capability)),
+            "num_sms": info.num_sms,
+            "driver": info.driver_version,
+        }
+    return {
+        **machine,
+        "cuda": torch.version.cuda,
+        "torch": str(torch.__version__),
+        "cudnn": torch.backends.cudnn.version(),
+        "python": platform.python_version(),
+        "fa2gen": __version__,
+        "templates": template_hash("fwd", "sm80"),
+        "utc": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
 def calls_per_replay(flops: int, min_bytes: int, sets: int) -> int:
     """Calls of one graph: whole rounds over the input sets, and long enough to be timed."""
     least_ms = max(flops / _FASTEST_TFLOPS / 1e9, min_bytes / _FASTEST_GBS / 1e6)
@@ -100,22 +127,7 @@ class CudaMachine:
 
     def provenance(self) -> dict[str, Any]:
         """What a reader needs to judge the figures, or to get them again."""
-        info = self._info
-        return {
-            "gpu": info.name,
-            "compute_capability": ".".join(map(str, info.compute_capability)),
-            "num_sms": info.num_sms,
-            "driver": info.driver_version,
-            "cuda": torch.version.cuda,
-            "torch": str(torch.__version__),
-            "cudnn": torch.backends.cudnn.version(),
-            "python": platform.python_version(),
-            "fa2gen": __version__,
-            "templates": template_hash("fwd", "sm80"),
-            "utc": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-            "kernel_method": KERNEL_METHOD,
-            "host_method": HOST_METHOD,
-        }
+        return {**provenance(self._index), "kernel_method": KERNEL_METHOD, "host_method": HOST_METHOD}
 
     def kernel_times(
         self, ready: dict[str, Ready], calls: int, rounds: int
