@@ -207,7 +207,8 @@ class Terms:
     Attributes:
         q, do, o: Of its query rows, (b, h, group, rows, d).
         k, v: Of its keys, (b, h, visible, d).
-        p, dp, ds: P, dO V^T and dS, (b, h, group, rows, visible); p and ds are 0 where a row does not see a key.
+        p, ds: P and dS, (b, h, group, rows, visible); 0 where a row does not see a key.
+        dp, dp_less_d: dO V^T and what it leaves of D, (b, h, group, rows, visible).
         lse: (b, h, group, rows, 1); -inf for rows that see no key.
     """
 
@@ -217,8 +218,9 @@ class Terms:
     do: Tensor
     o: Tensor
     p: Tensor
-    dp: Tensor
     ds: Tensor
+    dp: Tensor
+    dp_less_d: Tensor
     lse: Tensor
 
 
@@ -244,8 +246,9 @@ def chunk_terms(
         delta = (grad * o).sum(-1, keepdim=True)
         if dlse is not None:
             delta = delta - chunk.per_row(dlse, dtype)
-        ds = _round(_masked(p * (dp - delta), chunk.mask), rounded_to)
-        yield chunk, Terms(queries, keys, values, grad, o, p, dp, ds, lse.unsqueeze(-1))
+        dp_less_d = dp - delta
+        ds = _round(_masked(p * dp_less_d, chunk.mask), rounded_to)
+        yield chunk, Terms(queries, keys, values, grad, o, p, ds, dp, dp_less_d, lse.unsqueeze(-1))
 
 
 def to_queries(weights: Tensor, keys: Tensor, mask: Tensor | None) -> Tensor:

@@ -20,7 +20,7 @@ from fa2gen.spec import FwdConfig, KernelSpec
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 LAYOUTS = ("contiguous", "padded", "heads_first")
 # Said wherever numbers are made: a process that runs a model may have set other defaults.
-_DRAWN: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
+DRAWN: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,11 @@ class GateCase:
         layout: ``contiguous``, or a view into NaN: ``padded`` (batch, seqlen, heads, head_dim) with gaps on every axis,
             ``heads_first`` (batch, heads, seqlen, head_dim) in memory.
         seed: Of the random numbers.
+        grad_layout: Layout of the output's gradient, backward only: as ``layout``, or a view without memory of its own,
+            ``broadcast_row`` (every row of a head has the same numbers, row stride 0) or ``expanded`` (every row of
+            every head has; batch, row and head strides are 0).
+        grad_scale: Factor of the output's gradient, which is standard normal, and of that of the LSE.
+        dlse: Whether the LSE has a gradient.
     """
 
     problem: Problem
@@ -56,17 +61,23 @@ class GateCase:
     v_scale: float = 1.0
     layout: str = "contiguous"
     seed: int = 0
+    grad_layout: str = "contiguous"
+    grad_scale: float = 1.0
+    dlse: bool = False
 
     def label(self) -> str:
         """E.g. ``growing(8)/64 b1 q17 k385 h1:1 padded``."""
         p = self.problem
         text = f"{self.data}({self.amount:g})/{self.period} b{p.batch} q{p.seqlen_q} k{p.seqlen_k}"
         text += f" h{p.num_heads_q}:{p.num_heads_k} {self.layout} scale {self.softmax_scale:.3g}"
-        return text if self.v_scale == 1.0 else f"{text} v*{self.v_scale:.3g}"
+        text += "" if self.v_scale == 1.0 else f" v*{self.v_scale:.3g}"
+        text += "" if self.grad_layout == "contiguous" else f" do {self.grad_layout}"
+        text += "" if self.grad_scale == 1.0 else f" do*{self.grad_scale:.3g}"
+        return f"{text} dlse" if self.dlse else text
 
 
 @dataclass
-class _Cases:
+class Cases:
     """Collects the cases of one spec; layouts take turns and every case has a seed of its own."""
 
     spec: KernelSpec
@@ -109,9 +120,8 @@ def forward_cases(spec: KernelSpec, config: FwdConfig, *, budget: str) -> tuple[
         budget: ``"quick"``: about twenty small cases, cheap enough for the emulator. ``"full"``: about a hundred, for a
             GPU; holds the quick ones.
     """
-    if budget not in ("quick", "full"):
-        raise ArgumentError(f"budget must be quick or full, got {budget!r}")
-    cases = _Cases(spec)
+    check_budget(budget)
+    cases = Cases(spec)
     _quick(cases, config)
     if budget == "full":
         _sizes(cases, config)
@@ -119,7 +129,12 @@ def forward_cases(spec: KernelSpec, config: FwdConfig, *, budget: str) -> tuple[
     return tuple(cases.items)
 
 
-def _quick(cases: _Cases, config: FwdConfig) -> None:
+def check_budget(budget: str) -> None:
+    if budget not in ("quick", "full"):
+        raise ArgumentError(f"budget must be quick or full, got {budget!r}")
+
+
+def _quick(cases: Cases, config: FwdConfig) -> None:
     block_m, block_n, step_n = config.block_m, config.block_n, config.step_n
     (huge, rounded_up), large_v, steep = _extremes(cases.spec)
     few = 2 if cases.spec.gqa_ratio <= 2 else 1
@@ -154,7 +169,7 @@ def _quick(cases: _Cases, config: FwdConfig) -> None:
     cases.add(17, 4 * block_n, "cold_last", 86.0, block_n, softmax_scale=1e-3, v_scale=2.0**-30)
 
 
-def _sizes(cases: _Cases, config: FwdConfig) -> None:
+def _sizes(cases: Cases, config: FwdConfig) -> None:
     """Lengths at and beside tile edges, both ways round, and long enough for every stage of a ring of tiles."""
     block_m, block_n, step_n = config.block_m, config.block_n, config.step_n
     rows = sorted({1, 2, 16, 113, block_m - 1, block_m, block_m + 1})
@@ -171,7 +186,7 @@ def _sizes(cases: _Cases, config: FwdConfig) -> None:
     cases.add(17, 33, batch=97, heads=3)
 
 
-def _adversaries(cases: _Cases, config: FwdConfig) -> None:
+def _adversaries(cases: Cases, config: FwdConfig) -> None:
     block_m, block_n, step_n = config.block_m, config.block_n, config.step_n
     (huge, rounded_up), large_v, steep = _extremes(cases.spec)
     rows, keys = 2 * block_m + 17, 8 * block_n + step_n + 1
@@ -216,7 +231,7 @@ def _huge_elements(spec: KernelSpec) -> tuple[float, float]:
     """
     element = torch.arange(128, 256, dtype=torch.float64, device="cpu")
     element *= 2.0**8 if spec.dtype == "fp16" else 2.0**10
-    scale_log2 = torch.tensor(math.log2(math.e) / math.sqrt(spec.head_dim), **_DRAWN).double()
+    scale_log2 = torch.tensor(math.log2(math.e) / math.sqrt(spec.head_dim), **DRAWN).double()
     product = spec.head_dim * element.square() * scale_log2
     rounding = (product.float().double() - product) / product
     return float(element[rounding.argmax()]), float(element[rounding.argmin()])
@@ -228,7 +243,7 @@ def make_inputs(spec: KernelSpec, case: GateCase, device: str | torch.device = "
     generator = torch.Generator().manual_seed(case.seed)
 
     def normal(seqlen: int, heads: int) -> Tensor:
-        return torch.randn(p.batch, seqlen, heads, spec.head_dim, generator=generator, **_DRAWN)
+        return torch.randn(p.batch, seqlen, heads, spec.head_dim, generator=generator, **DRAWN)
 
     q, k, v = normal(p.seqlen_q, p.num_heads_q), normal(p.seqlen_k, p.num_heads_k), normal(p.seqlen_k, p.num_heads_k)
     if case.data == "normal":
@@ -242,7 +257,7 @@ def make_inputs(spec: KernelSpec, case: GateCase, device: str | torch.device = "
         _impose_profile(case, q, k)
     dtype = DTYPES[spec.dtype]
     q, k, v = q.to(dtype), k.to(dtype), (v * case.v_scale).to(dtype)
-    return tuple(_laid_out(x.to(device), case.layout, spec.alignment) for x in (q, k, v))  # type: ignore[return-value]
+    return tuple(laid_out(x.to(device), case.layout, spec.alignment) for x in (q, k, v))  # type: ignore[return-value]
 
 
 def _impose_profile(case: GateCase, q: Tensor, k: Tensor) -> None:
@@ -251,7 +266,7 @@ def _impose_profile(case: GateCase, q: Tensor, k: Tensor) -> None:
     The last, because a float32 sum that begins with a large term rounds every later one at that term's ulp.
     """
     lead = 8.0
-    keys = torch.arange(case.problem.seqlen_k, **_DRAWN)
+    keys = torch.arange(case.problem.seqlen_k, **DRAWN)
     last = case.problem.seqlen_k - 1
     if case.data in ("growing", "falling", "both"):
         profile = case.amount / case.period * keys
@@ -303,7 +318,7 @@ def _tile_edges(seqlen_k: int) -> Iterator[int]:
         yield max(0, edge - 1)
 
 
-def _laid_out(x: Tensor, layout: str, alignment: int) -> Tensor:
+def laid_out(x: Tensor, layout: str, alignment: int) -> Tensor:
     """The same values as a view of NaN-filled storage; alignment 2 gives odd strides and an odd start."""
     if layout == "contiguous":
         return x

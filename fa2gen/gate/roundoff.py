@@ -26,7 +26,7 @@ def backward_roundoff(
     Three kinds, each rounding being independent of the others; u is the dtype's unit roundoff, and where a value is
     below the dtype's normal range its roundings have the size of those at the range's end.
 
-    - P and dS, before the products that they are factors of: ``u sqrt(sum dS^2 k^2)`` and the like.
+    - P and dS, before the products that they are factors of: ``u sqrt(2 sum dS^2 k^2)`` and the like.
     - The output, 16 bits of every element and of the weights that it was summed with, through D: each row has one error
       of D, of size ``u sqrt(sum_d do^2 o^2 + sum_j P^2 dP^2)``, times ``|sum_j P k|`` in dq and summed up in dk.
     - Float32, as sums of absolute values: 2 ulp of ``|do| |v| + |do| |o| + |dlse|`` where dP - D cancels, and
@@ -47,16 +47,12 @@ def backward_roundoff(
     for chunk, t in chunk_terms(q, k, v, do, causal, scale, dlse, torch.float64, None):
         mask = chunk.mask
         seen = torch.ones((), dtype=torch.bool, device=q.device) if mask is None else mask
-
-        def squares(x: Tensor, seen: Tensor = seen) -> Tensor:
-            """Squares of what is rounded in units of x's roundings."""
-            return torch.where(seen, x.abs().clamp(min=least).square(), 0.0)
-
-        ds_squares = squares(t.ds)
-        d_error = (t.do * t.o).square().sum(-1, keepdim=True) + torch.where(seen, t.p * t.dp, 0.0).square().sum(
-            -1, keepdim=True
-        )
-        d_error = unit * d_error.sqrt()
+        p = torch.where(seen, t.p.clamp(min=least), 0.0)
+        ds = torch.where(seen, t.ds.abs().clamp(min=least), 0.0)
+        # A kernel may make dS of the P that it has rounded for dV.
+        ds_squares = ds.square() + torch.where(seen, p * t.dp_less_d, 0.0).square()
+        of_weights = torch.where(seen, t.p * t.dp, 0.0).square().sum(-1, keepdim=True)
+        d_error = unit * ((t.do * t.o).square().sum(-1, keepdim=True) + of_weights).sqrt()
         size = pairwise(t.do.abs(), t.v.abs()) + (t.do * t.o).abs().sum(-1, keepdim=True)
         if dlse is not None:
             size = size + chunk.per_row(dlse, torch.float64).abs()
@@ -68,7 +64,7 @@ def backward_roundoff(
         chunk.put_queries(dq, dq_part + to_queries(exact, t.k.abs(), mask))
         chunk.add_keys(dk_squares, to_keys(ds_squares, t.q.square(), mask))
         chunk.add_keys(dk, to_keys(t.p * d_error + exact, t.q.abs(), mask))
-        chunk.add_keys(dv_squares, to_keys(squares(t.p), t.do.square(), mask))
+        chunk.add_keys(dv_squares, to_keys(p.square(), t.do.square(), mask))
         chunk.add_keys(dv, to_keys(FLOAT32_ULP * t.p * (2 + exponent), t.do.abs(), mask))
     return (
         abs(scale) * dq,

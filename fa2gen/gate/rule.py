@@ -34,9 +34,10 @@ class GateReport:
 
     Attributes:
         passed: Every element is within its limit.
-        worst: Largest output error of a row divided by its limit; inf for NaN and for a wrong shape or dtype.
-        where: Case, and batch, row and head, of that largest ratio.
-        lse_worst: Largest LSE error divided by its limit.
+        worst: Largest error of a row of the output or of a gradient, divided by its limit; inf for NaN and for a wrong
+            shape or dtype.
+        where: Case, which gradient, and batch, row and head, of that largest ratio.
+        lse_worst: Largest LSE error divided by its limit; 0 where no LSE was judged.
         text: One line for people.
     """
 
@@ -67,15 +68,15 @@ def check_forward(
         softmax_scale: Factor of the scores; None is ``1 / sqrt(head_dim)``.
     """
     if out.shape != q.shape or out.dtype != q.dtype:
-        return refused(f"output is {_form(out)}, expected {_form(q)}")
+        return refused(f"output is {form(out)}, expected {form(q)}")
     lse_shape = (q.shape[0], q.shape[2], q.shape[1])
     if lse is not None and (lse.shape != lse_shape or lse.dtype != torch.float32):
-        return refused(f"LSE is {_form(lse)}, expected {lse_shape} torch.float32")
+        return refused(f"LSE is {form(lse)}, expected {lse_shape} torch.float32")
     if out.numel() == 0:
         return GateReport(True, 0.0, "nowhere", 0.0, "passed: nothing to compare")
     ref, ref_lse = attention_forward(q, k, v, causal=causal, softmax_scale=softmax_scale)
     ratio = _output_ratio(out, ref, q, k, v, causal, softmax_scale)
-    worst, where = _largest(ratio, ("batch", "row", "head"))
+    worst, where = largest(ratio, ("batch", "row", "head"))
     lse_worst, lse_where = 0.0, "nowhere"
     if lse is not None:
         lse_ratio = _lse_ratio(lse.double(), ref_lse)
@@ -83,7 +84,7 @@ def check_forward(
             lse_ratio = torch.minimum(
                 lse_ratio, _cancelled_ratio(lse.double(), ref_lse, q, k, v, causal, softmax_scale)
             )
-        lse_worst, lse_where = _largest(lse_ratio, ("batch", "head", "row"))
+        lse_worst, lse_where = largest(lse_ratio, ("batch", "head", "row"))
     passed = worst <= 1.0 and lse_worst <= 1.0
     text = f"{'passed' if passed else 'FAILED'}: output {worst:.3g} of its limit at {where}"
     if lse is not None:
@@ -95,19 +96,17 @@ def _output_ratio(
     out: Tensor, ref: Tensor, q: Tensor, k: Tensor, v: Tensor, causal: bool, softmax_scale: float | None
 ) -> Tensor:
     """Error over limit of each row, (batch, seqlen_q, num_heads_q)."""
-    plain = plain16_forward(q, k, v, causal=causal, softmax_scale=softmax_scale).double()
-    # Where the plain formula overflows its dtype it sets no standard: the roundoff term alone decides.
-    plain_error = torch.nan_to_num((plain - ref).abs().amax(-1), nan=0.0, posinf=0.0)
+    plain = plain16_forward(q, k, v, causal=causal, softmax_scale=softmax_scale)
     rounding = ref.abs().amax(-1)
     if q.shape[-1] < FEWEST_COLUMNS:
         rounding = rounding + weight_noise(q, k, v, causal=causal, softmax_scale=softmax_scale).amax(-1)
-    limit = 2 * torch.maximum(plain_error, UNIT_ROUNDOFF[q.dtype] * rounding)
-    return _ratio((out.double() - ref).abs().amax(-1), limit)
+    limit = 2 * torch.maximum(plain_error(plain, ref), UNIT_ROUNDOFF[q.dtype] * rounding)
+    return error_ratio((out.double() - ref).abs().amax(-1), limit)
 
 
 def _lse_ratio(lse: Tensor, ref: Tensor) -> Tensor:
     limit = torch.where(ref.abs() < 100, 1e-4, 1e-6 * ref.abs())
-    return torch.where(lse == ref, 0.0, _ratio((lse - ref).abs(), limit))
+    return torch.where(lse == ref, 0.0, error_ratio((lse - ref).abs(), limit))
 
 
 def _cancelled_ratio(
@@ -117,20 +116,26 @@ def _cancelled_ratio(
     scale = None if softmax_scale is None else abs(softmax_scale)
     # The LSE of the sums of absolute values is their largest, or up to the logarithm of the number of keys above it.
     _, terms = attention_forward(q.abs(), k.abs(), v, causal=causal, softmax_scale=scale)
-    return torch.where(lse == ref, 0.0, _ratio((lse - ref).abs(), 2.0**-22 * terms))
+    return torch.where(lse == ref, 0.0, error_ratio((lse - ref).abs(), 2.0**-22 * terms))
 
 
-def _ratio(error: Tensor, limit: Tensor) -> Tensor:
+def plain_error(plain: Tensor, ref: Tensor) -> Tensor:
+    """Largest error of each row; 0 where the plain formula overflows its dtype: it sets no standard there."""
+    return torch.nan_to_num((plain.double() - ref).abs().amax(-1), nan=0.0, posinf=0.0)
+
+
+def error_ratio(error: Tensor, limit: Tensor) -> Tensor:
     """error / limit; 0 for no error at all, inf for NaN and for any error where none is allowed."""
     return torch.where(error == 0, 0.0, error / limit).nan_to_num(nan=math.inf, posinf=math.inf)
 
 
-def _largest(ratio: Tensor, axes: tuple[str, str, str]) -> tuple[float, str]:
+def largest(ratio: Tensor, axes: tuple[str, str, str], first: tuple[int, int, int] = (0, 0, 0)) -> tuple[float, str]:
+    """The largest of some ratios and where it is; ``first``: the position of the first of them."""
     flat = int(ratio.argmax())
     position = []
-    for extent in reversed(ratio.shape):
+    for extent, start in zip(reversed(ratio.shape), reversed(first), strict=True):
         flat, at = divmod(flat, extent)
-        position.append(at)
+        position.append(start + at)
     where = " ".join(f"{axis} {at}" for axis, at in zip(axes, reversed(position), strict=True))
     return float(ratio.max()), where
 
@@ -139,5 +144,5 @@ def refused(reason: str) -> GateReport:
     return GateReport(False, math.inf, "everywhere", math.inf, f"FAILED: {reason}")
 
 
-def _form(x: Tensor) -> str:
+def form(x: Tensor) -> str:
     return f"{tuple(x.shape)} {x.dtype}"
