@@ -10,7 +10,7 @@ from fa2gen.compile import CompiledKernel, ResourceUsage
 from fa2gen.driver import DeviceInfo
 from fa2gen.errors import CompileError, GateError
 from fa2gen.problem import Problem
-from fa2gen.spec import CONFIGS, FwdConfig, KernelSpec
+from fa2gen.spec import CONFIGS, Config, KernelSpec
 from fa2gen.tables import Measurement, Provenance, Table, TunedEntry
 from fa2gen.tuning.report import TuneRequest
 from fa2gen.tuning.timing import Timing
@@ -54,10 +54,10 @@ def request_for(spec: KernelSpec | None = None, seqlen: int = 4096) -> TuneReque
 class FakeWorker:
     """The measuring process's answers from two functions; counts what it was asked."""
 
-    def __init__(self, milliseconds: Callable[[FwdConfig], float], gate: Callable[[FwdConfig], tuple[bool, str]]):
+    def __init__(self, milliseconds: Callable[[Config], float], gate: Callable[[Config], tuple[bool, str]]):
         self.milliseconds, self.gate = milliseconds, gate
-        self.measured: list[FwdConfig] = []
-        self.gated: list[FwdConfig] = []
+        self.measured: list[Config] = []
+        self.gated: list[Config] = []
         self.running = False
 
     def start(self) -> None:
@@ -86,13 +86,13 @@ class FakeRooms:
     """Compiler, gate and devices of a session; every function can be replaced before ``tools()``."""
 
     device: DeviceInfo | None = None
-    milliseconds: Callable[[FwdConfig], float] = lambda config: 1.0
-    wrong: Callable[[FwdConfig], bool] = lambda config: False
-    resources: Callable[[FwdConfig], ResourceUsage] = lambda config: ResourceUsage(200, 0, 0, 0, 0, 1)
-    refused: Callable[[FwdConfig], bool] = lambda config: False
+    milliseconds: Callable[[Config], float] = lambda config: 1.0
+    wrong: Callable[[Config], bool] = lambda config: False
+    resources: Callable[[Config], ResourceUsage] = lambda config: ResourceUsage(200, 0, 0, 0, 0, 1)
+    refused: Callable[[Config], bool] = lambda config: False
     on_compiled: Callable[[int], None] = lambda index: None
-    compiled: list[tuple[KernelSpec, FwdConfig]] = field(default_factory=list)
-    proved: list[tuple[KernelSpec, FwdConfig]] = field(default_factory=list)
+    compiled: list[tuple[KernelSpec, Config]] = field(default_factory=list)
+    proved: list[tuple[KernelSpec, Config]] = field(default_factory=list)
     template: str = "t"
     count: int = 1
     workers: list[FakeWorker] = field(default_factory=list)
@@ -124,7 +124,8 @@ class FakeRooms:
     def _compile_many(self, jobs: Any, on_done: Any) -> list[Any]:
         results: list[Any] = []
         for index, (source, target) in enumerate(jobs):
-            self.compiled.append((source.spec, source.config))
+            if source.kernel == source.spec.kind:
+                self.compiled.append((source.spec, source.config))
             if self.refused(source.config):
                 results.append(CompileError("nvcc failed", "line 3"))
             else:
@@ -134,7 +135,7 @@ class FakeRooms:
             self.on_compiled(index)
         return results
 
-    def _prove(self, spec: KernelSpec, config: FwdConfig) -> str:
+    def _prove(self, spec: KernelSpec, config: Config) -> str:
         self.proved.append((spec, config))
         if self.wrong(config):
             raise GateError("row 3 is wrong")

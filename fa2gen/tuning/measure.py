@@ -1,35 +1,35 @@
 """GPU timing and the gate on the GPU: what the measuring process does (see ``worker.py``).
 
-A time is the median of single launches with a cold L2: before each launch a buffer of twice the L2's size is written,
-which also keeps the GPU busy while the host enqueues the launch and its events, so that launch latency stays outside.
-Inputs are random normal: matrix work on zeros runs up to 13 % faster than on real data. A kernel that writes to them
-is wrong, and they are made again. The chip's clock is sampled meanwhile; a doubtful time is taken twice.
+A time is the median of single calls with a cold L2, a call being all kernels of a config in a row. Before each a buffer
+of twice the L2's size is written, which also keeps the GPU busy while the host enqueues the launches and its events, so
+that launch latency stays outside. A kernel that writes to the inputs is wrong, and they are made again. The chip's
+clock is sampled meanwhile; a doubtful time is taken twice.
 """
 
 from __future__ import annotations
 
 import math
-import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from fa2gen.compile import CompiledKernel
-from fa2gen.driver import LoadedKernel, device_info, load
+from fa2gen.driver import LoadedKernel, device_info
 from fa2gen.driver.clocks import ClockSampler, open_clock_reader
 from fa2gen.driver.libcuda import is_sticky
-from fa2gen.errors import Fa2genError, LaunchError
-from fa2gen.gate import forward_cases, run_gate
-from fa2gen.launch import POINTERS, fwd_plan
+from fa2gen.errors import LaunchError
+from fa2gen.gate import backward_cases, forward_cases, run_backward_gate, run_gate
 from fa2gen.problem import Problem
-from fa2gen.spec import FwdConfig, KernelSpec
+from fa2gen.spec import BwdConfig, Config, KernelSpec
 
+from .builds import Build
+from .inputs import make_tensors, read_by
+from .launcher import bind, loaded, make_plan, workspace_bytes
 from .timing import Timing, flush_bytes, settled
 from .worker import DeviceUnfit, TrialFailure
 
-_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 # Launches whose time settles the median to about 1 %: 20 ms of them, but not fewer or more than this.
 _TARGET_MS, _MIN_LAUNCHES, _MAX_LAUNCHES = 20.0, 7, 60
 # A config whose faster of two first launches takes this many times the best median so far is not worth more.
@@ -38,22 +38,22 @@ HOPELESS = 1.3
 
 @dataclass(frozen=True)
 class MeasureRequest:
-    """One kernel to time on one problem; ``best_ms`` is the best time so far, or infinity."""
+    """One config to time on one problem; ``best_ms`` is the best time so far, or infinity."""
 
-    compiled: CompiledKernel
+    build: Build
     spec: KernelSpec
-    config: FwdConfig
+    config: Config
     problem: Problem
     best_ms: float
 
 
 @dataclass(frozen=True)
 class GateRequest:
-    """One kernel to prove."""
+    """One config to prove."""
 
-    compiled: CompiledKernel
+    build: Build
     spec: KernelSpec
-    config: FwdConfig
+    config: Config
     budget: str = "quick"
 
 
@@ -104,7 +104,7 @@ class Bench:
         size = flush_bytes(self._l2_bytes)
         self._require_memory(size, "the buffer that clears the L2 cache")
         self._flush = torch.empty(size, dtype=torch.uint8, device=self._device)
-        self._inputs: tuple[Any, tuple[torch.Tensor, ...], int] | None = None
+        self._inputs: tuple[Any, dict[str, Tensor], int] | None = None
         self._clocks = open_clock_reader(device_index)
 
     def check(self) -> None:
@@ -113,7 +113,7 @@ class Bench:
         torch.cuda.synchronize(self._device)
 
     def measure(self, request: MeasureRequest) -> Timing:
-        """Times one kernel.
+        """Times one config.
 
         Raises:
             TrialFailure: ``wrong``: the kernel writes to its inputs.
@@ -121,11 +121,9 @@ class Bench:
             DeviceUnfit: Too little memory for the problem.
         """
         spec, problem = request.spec, request.problem
-        q, k, v, out, lse = self._tensors(spec, problem)
-        kernel = load(request.compiled, self._device.index)
-        try:
-            scale = 1 / math.sqrt(spec.head_dim)
-            launch = _launcher(kernel, spec, request.config, q, k, v, out, lse, scale, self._l2_bytes)
+        tensors = self._tensors(spec, problem)
+        with loaded(request.build, self._device.index) as kernels:
+            launch = self._launcher(kernels, spec, request.config, tensors, 1 / math.sqrt(spec.head_dim))
             launch()
             first = self._time(launch, 2)
             ms = min(first)
@@ -134,9 +132,7 @@ class Bench:
             else:
                 count = min(_MAX_LAUNCHES, max(_MIN_LAUNCHES, math.ceil(_TARGET_MS / max(ms, 1e-3))))
                 timing = settled(lambda: self._sample(launch, count))
-        finally:
-            kernel.unload()
-        self._require_untouched_inputs()
+        self._require_untouched_inputs(spec)
         return timing
 
     def _sample(self, launch: Callable[[], None], count: int) -> Timing:
@@ -146,59 +142,76 @@ class Bench:
         return Timing(median, p20, p80, len(times), clocks=sampler.clocks())
 
     def gate(self, request: GateRequest) -> tuple[bool, str]:
-        """Proves one kernel on the gate's cases; (passed, text)."""
+        """Proves one config on the gate's cases; (passed, text)."""
         spec, config = request.spec, request.config
-        kernel = load(request.compiled, self._device.index)
+        with loaded(request.build, self._device.index) as kernels:
 
-        def runner(
-            q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float
-        ) -> tuple[torch.Tensor, torch.Tensor]:
-            # NaN shows every element that the kernel does not write.
-            out = torch.full(q.shape, math.nan, dtype=q.dtype, device=q.device)
-            lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), math.nan, dtype=torch.float32, device=q.device)
-            if out.numel():
-                _launcher(kernel, spec, config, q, k, v, out, lse, softmax_scale, self._l2_bytes)()
-            torch.cuda.synchronize(self._device)
-            return out, lse
+            def run(tensors: Mapping[str, Tensor], softmax_scale: float) -> None:
+                if tensors["q"].numel():
+                    self._launcher(kernels, spec, config, tensors, softmax_scale)()
+                torch.cuda.synchronize(self._device)
 
-        try:
-            cases = forward_cases(spec, config, budget=request.budget)
-            report = run_gate(spec, config, runner, cases, device=self._device)
-        finally:
-            kernel.unload()
+            def run_output(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+                out = _unwritten(q.shape, q)
+                lse = _unwritten((q.shape[0], q.shape[2], q.shape[1]), q, torch.float32)
+                run({"q": q, "k": k, "v": v, "o": out, "softmax_lse": lse}, scale)
+                return out, lse
+
+            def run_gradients(
+                q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None, scale: float
+            ) -> tuple[Tensor, Tensor, Tensor]:
+                dq, dk, dv = (_unwritten(x.shape, x) for x in (q, k, v))
+                tensors = {"q": q, "k": k, "v": v, "o": out, "lse": lse, "dout": do, "dq": dq, "dk": dk, "dv": dv}
+                run(tensors if dlse is None else {**tensors, "dlse": dlse}, scale)
+                return dq, dk, dv
+
+            if isinstance(config, BwdConfig):
+                gradients = backward_cases(spec, config, budget=request.budget)
+                report = run_backward_gate(spec, config, run_gradients, gradients, device=self._device)
+            else:
+                cases = forward_cases(spec, config, budget=request.budget)
+                report = run_gate(spec, config, run_output, cases, device=self._device)
         return report.passed, report.text
 
-    def _tensors(self, spec: KernelSpec, problem: Problem) -> tuple[torch.Tensor, ...]:
-        key = (spec.dtype, spec.head_dim, problem)
+    def _launcher(
+        self,
+        kernels: Mapping[str, LoadedKernel],
+        spec: KernelSpec,
+        config: Config,
+        tensors: Mapping[str, Tensor],
+        softmax_scale: float,
+    ) -> Callable[[], None]:
+        plan = make_plan(spec, config, tensors, softmax_scale, self._l2_bytes)
+        if size := workspace_bytes(plan):
+            self._require_memory(size, f"the workspaces of {spec.slug()} {config.slug()}")
+        return bind(kernels, plan, tensors)
+
+    def _tensors(self, spec: KernelSpec, problem: Problem) -> dict[str, Tensor]:
+        key = (spec.kind, spec.dtype, spec.head_dim, spec.causal and spec.kind == "bwd", problem)
         if self._inputs is None or self._inputs[0] != key:
             self._inputs = None
-            self._require_memory(problem.min_bytes(spec), f"the inputs and outputs of {spec.slug()}, {problem}")
-            generator = torch.Generator(self._device).manual_seed(0)
-
-            def normal(seqlen: int, heads: int) -> torch.Tensor:
-                shape = (problem.batch, seqlen, heads, spec.head_dim)
-                return torch.randn(shape, generator=generator, device=self._device, dtype=_DTYPES[spec.dtype])
-
-            q = normal(problem.seqlen_q, problem.num_heads_q)
-            k, v = (normal(problem.seqlen_k, problem.num_heads_k) for _ in range(2))
-            lse = torch.empty(
-                (problem.batch, problem.num_heads_q, problem.seqlen_q), dtype=torch.float32, device=self._device
-            )
-            self._inputs = (key, (q, k, v, torch.empty_like(q), lse), _checksum(q, k, v))
+            # Of a backward's scores too, some at a time.
+            scores = 0 if spec.kind == "fwd" else 1 << 30
+            needed = problem.min_bytes(spec) + scores
+            self._require_memory(needed, f"the inputs and outputs of {spec.slug()}, {problem}")
+            tensors = make_tensors(spec, problem, self._device)
+            self._inputs = (key, tensors, _checksum(tensors, read_by(spec)))
         return self._inputs[1]
 
     def _require_memory(self, size: int, what: str) -> None:
-        torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info(self._device)
+        if free < size:
+            torch.cuda.empty_cache()
+            free, _ = torch.cuda.mem_get_info(self._device)
         if free < size:
             raise DeviceUnfit(
                 f"device {self._device.index} has {free >> 20} MiB of free memory, less than the {size >> 20} MiB of "
                 f"{what}: end other programs on it, or take another device or size"
             )
 
-    def _require_untouched_inputs(self) -> None:
+    def _require_untouched_inputs(self, spec: KernelSpec) -> None:
         """A kernel that wrote to its inputs is wrong, and would have later ones timed on other numbers."""
-        if self._inputs is not None and _checksum(*self._inputs[1][:3]) != self._inputs[2]:
+        if self._inputs is not None and _checksum(self._inputs[1], read_by(spec)) != self._inputs[2]:
             self._inputs = None
             raise TrialFailure("wrong", "the kernel changed an input while it was timed")
 
@@ -215,41 +228,13 @@ class Bench:
         return [float(start.elapsed_time(end)) for start, end in pairs]
 
 
-def _launcher(
-    kernel: LoadedKernel,
-    spec: KernelSpec,
-    config: FwdConfig,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    softmax_scale: float,
-    l2_bytes: int,
-) -> Callable[[], None]:
-    """A call that launches the kernel on torch's current stream, everything packed beforehand."""
-    problem = Problem(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2])
-    tensors = {"q": q, "k": k, "v": v, "o": out}
-    strides = {name: (x.stride(0), x.stride(1), x.stride(2)) for name, x in tensors.items()}
-    plan = fwd_plan(spec, config, problem, strides=strides, softmax_scale=softmax_scale, l2_bytes=l2_bytes)
-    if plan.workspaces or len(plan.launches) != 1:
-        raise Fa2genError("a forward plan has one launch and no workspace")
-    (step,) = plan.launches
-    addresses = {**{name: x.data_ptr() for name, x in tensors.items()}, "softmax_lse": lse.data_ptr()}
-    params = bytearray(step.params)
-    for index, name in enumerate(POINTERS):
-        struct.pack_into("<Q", params, 8 * index, addresses.get(name, 0))
-    packed, block = bytes(params), (step.num_threads, 1, 1)
-    stream = torch.cuda.current_stream(q.device).cuda_stream
-
-    def launch() -> None:
-        kernel.launch(step.grid, block, packed, stream)
-
-    return launch
+def _unwritten(shape: Sequence[int], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """NaN, which shows every element that a kernel does not write."""
+    return torch.full(tuple(shape), math.nan, dtype=dtype or like.dtype, device=like.device)
 
 
-def _checksum(*inputs: torch.Tensor) -> int:
-    return sum(int(x.view(torch.int16).sum(dtype=torch.int64).item()) for x in inputs)
+def _checksum(tensors: Mapping[str, Tensor], names: Sequence[str]) -> int:
+    return sum(int(tensors[name].view(torch.int16).sum(dtype=torch.int64).item()) for name in names)
 
 
 def _quantile(ordered: list[float], share: float) -> float:

@@ -11,13 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fa2gen.compile import CompiledKernel, usable_cores
+from fa2gen.compile import usable_cores
 from fa2gen.constraints import default_config
 from fa2gen.errors import CompileError
 from fa2gen.problem import Bucket, Problem
 from fa2gen.spec import CONFIGS, Config, KernelSpec
 from fa2gen.tables import Incumbent, Measurement, Provenance, TunedEntry, utc_now
 
+from .builds import Build, compile_configs
 from .defaults import MEASURED_TRIALS
 from .device import MeasuringDevice, Verdict
 from .report import Ledger, TuneRequest
@@ -119,7 +120,7 @@ class MeasuredTuning:
         self._stops = 0
         # Of the spec at hand: its size classes mostly try the same configs, and rendering one takes 20 ms.
         self._spec: KernelSpec | None = None
-        self._kernels: dict[Config, CompiledKernel | CompileError] = {}
+        self._kernels: dict[Config, Build | CompileError] = {}
 
     def tune(self, request: TuneRequest) -> None:
         """Tunes one request; its entry is saved as soon as it is proved.
@@ -250,7 +251,7 @@ class MeasuredTuning:
 
     def _compile(
         self, spec: KernelSpec, configs: Sequence[Config], needed: set[int]
-    ) -> dict[int, CompiledKernel | CompileError]:
+    ) -> dict[int, Build | CompileError]:
         """Results by index; where the time is up, not all but at least the needed ones."""
         self._ledger.expect("compile", len(configs))
         if spec != self._spec:
@@ -261,7 +262,7 @@ class MeasuredTuning:
         for index in results:
             self._ledger.step("compile", f"{spec.slug()} {configs[index].slug()}")
 
-        def on_done(position: int, result: CompiledKernel | CompileError) -> None:
+        def on_done(position: int, result: Build | CompileError) -> None:
             index = missing[position]
             results[index] = self._kernels[configs[index]] = result
             self._ledger.step("compile", f"{spec.slug()} {configs[index].slug()}")
@@ -273,14 +274,11 @@ class MeasuredTuning:
         with self._shared.compiler if missing else contextlib.nullcontext():
             self._check_stop()
             start = time.monotonic()
-            jobs = [(self._tools.render(spec, configs[index]), self._ledger.gpu.target) for index in missing]
+            jobs = [(spec, configs[index]) for index in missing]
             with contextlib.suppress(_Late):
-                self._tools.compile_many(jobs, on_done)
+                compile_configs(self._tools, jobs, self._ledger.gpu.target, on_done, self._ledger.count)
             self._ledger.spent("compile", time.monotonic() - start)
-        kernels = [results[index] for index in missing if index in results]
-        fresh = [kernel for kernel in kernels if isinstance(kernel, CompiledKernel)]
-        cached = sum(kernel.from_cache for kernel in fresh)
-        self._ledger.count(len(fresh) - cached, cached + again)
+        self._ledger.count(0, again)
         return results
 
     def _check_stop(self) -> None:
@@ -289,7 +287,7 @@ class MeasuredTuning:
             self._stops = self._ledger.stops
             raise KeyboardInterrupt
 
-    def _time(self, job: _Job, config: Config, kernel: CompiledKernel | CompileError) -> Timing:
+    def _time(self, job: _Job, config: Config, kernel: Build | CompileError) -> Timing:
         from .measure import MeasureRequest
 
         if isinstance(kernel, CompileError):

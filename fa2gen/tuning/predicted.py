@@ -12,7 +12,7 @@ from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from fa2gen.compile import CompiledKernel, usable_cores
+from fa2gen.compile import usable_cores
 from fa2gen.constraints import default_config
 from fa2gen.errors import CompileError, GateError
 from fa2gen.hardware import Gpu
@@ -20,6 +20,7 @@ from fa2gen.problem import Problem
 from fa2gen.spec import CONFIGS, Config, KernelSpec
 from fa2gen.tables import Measurement, Provenance, TunedEntry, utc_now
 
+from .builds import Build, compile_configs
 from .defaults import PREDICTED_TRIALS
 from .model import model_version, predict, validity
 from .prediction import Facts
@@ -90,7 +91,7 @@ def tune_predicted(
     pool = ThreadPoolExecutor(max(1, usable_cores()), thread_name_prefix="fa2gen-proof")
     stopping = threading.Event()
 
-    def on_done(index: int, result: CompiledKernel | CompileError) -> None:
+    def on_done(index: int, result: Build | CompileError) -> None:
         group, config = jobs[index]
         _take_result(group, config, result, ledger)
         group.missing -= 1
@@ -102,9 +103,9 @@ def tune_predicted(
 
     try:
         start = time.monotonic()
-        sources = [(tools.render(group.spec, config), ledger.gpu.target) for group, config in jobs]
+        configs = [(group.spec, config) for group, config in jobs]
         try:
-            tools.compile_many(sources, on_done)
+            compile_configs(tools, configs, ledger.gpu.target, on_done, ledger.count)
         finally:
             ledger.spent("compile", time.monotonic() - start)
         start = time.monotonic()
@@ -136,11 +137,10 @@ def _groups(requests: Sequence[TuneRequest], ledger: Ledger, trials: int) -> lis
     return groups
 
 
-def _take_result(group: _Group, config: Config, result: CompiledKernel | CompileError, ledger: Ledger) -> None:
+def _take_result(group: _Group, config: Config, result: Build | CompileError, ledger: Ledger) -> None:
     if isinstance(result, CompileError):
         _fail(group, config, "compile_failed", result.full_text, ledger)
     else:
-        ledger.count(not result.from_cache, result.from_cache)
         if (reason := spill_reason(result)) is not None:
             _fail(group, config, "spilled", reason, ledger)
         elif (reason := launch_reason(result, ledger.gpu)) is not None:

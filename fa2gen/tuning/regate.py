@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fa2gen.codegen import template_hash as todays_hash
-from fa2gen.compile import CompiledKernel, usable_cores
+from fa2gen.compile import usable_cores
 from fa2gen.constraints import infeasible_reason
 from fa2gen.errors import CompileError, GateError, UnsupportedError
 from fa2gen.hardware import Gpu, arch_limits, match_device, supported_compute_capabilities
@@ -19,6 +19,7 @@ from fa2gen.spec import Config, KernelSpec
 from fa2gen.tables import Regate, Table, TableFile, TunedEntry, save_table, scan_tables, utc_now
 from fa2gen.tables.merge import TemplateHash, is_current, is_gated, is_measured
 
+from .builds import Build, compile_configs
 from .device import MeasuringDevice
 from .report import TuneEvent
 from .tools import Tools
@@ -199,10 +200,9 @@ class _Proofs:
                 return MeasuringDevice(info.index, info.driver_version, self._tools.worker(info.index))
         return None
 
-    def _compile(self) -> list[CompiledKernel | CompileError]:
+    def _compile(self) -> list[Build | CompileError]:
         table = self._statuses[0].file.table
         assert table is not None
-        jobs = [(self._tools.render(spec, config), table.target) for spec, config in self._kernels]
         done = 0
 
         def on_done(index: int, result: Any) -> None:
@@ -211,10 +211,10 @@ class _Proofs:
             spec, config = self._kernels[index]
             self._tell("compile", done, f"{spec.slug()} {config.slug()}")
 
-        return self._tools.compile_many(jobs, on_done)
+        return compile_configs(self._tools, self._kernels, table.target, on_done)
 
     def _on_device(
-        self, device: MeasuringDevice, compiled: dict[_Kernel, CompiledKernel | CompileError]
+        self, device: MeasuringDevice, compiled: dict[_Kernel, Build | CompileError]
     ) -> Iterator[tuple[_Kernel, bool, str]]:
         from .measure import GateRequest
 
@@ -225,9 +225,7 @@ class _Proofs:
                 verdict = device.gate(GateRequest(result, *kernel))
                 yield kernel, verdict.outcome is None, verdict.text
 
-    def _in_emulator(
-        self, compiled: dict[_Kernel, CompiledKernel | CompileError]
-    ) -> Iterator[tuple[_Kernel, bool, str]]:
+    def _in_emulator(self, compiled: dict[_Kernel, Build | CompileError]) -> Iterator[tuple[_Kernel, bool, str]]:
         pool = ThreadPoolExecutor(max(1, usable_cores()), thread_name_prefix="fa2gen-gate")
         try:
             running = {}

@@ -11,8 +11,9 @@ from dataclasses import replace
 from fa2gen.compile import CompiledKernel
 from fa2gen.hardware import Gpu, occupancy
 from fa2gen.problem import Problem
-from fa2gen.spec import Config, FwdConfig, KernelSpec
+from fa2gen.spec import BwdConfig, Config, FwdConfig, KernelSpec
 
+from .builds import Build, main_kernel
 from .model import predict
 from .prediction import Facts
 from .space import GRIDS, legal_space
@@ -69,16 +70,20 @@ def _scores(spec: KernelSpec, problems: Sequence[Problem], gpu: Gpu, configs: Se
     return score
 
 
-def facts_of(compiled: CompiledKernel) -> Facts:
-    """The model's view of a compiled kernel."""
+def facts_of(build: Build) -> Facts:
+    """The model's view of a compiled config."""
+    return _facts(main_kernel(build))
+
+
+def _facts(compiled: CompiledKernel) -> Facts:
     resources, source = compiled.resources, compiled.source
     spilled = resources.spill_store_bytes + resources.spill_load_bytes
     return Facts(resources.registers, spilled, source.smem_bytes + resources.static_smem_bytes)
 
 
-def spill_reason(compiled: CompiledKernel) -> str | None:
-    """Why a compiled kernel is not worth timing, or None."""
-    resources = compiled.resources
+def spill_reason(build: Build) -> str | None:
+    """Why a compiled config is not worth timing, or None."""
+    resources = main_kernel(build).resources
     if resources.spill_store_bytes > MAX_SPILL_BYTES:
         return f"{resources.spill_store_bytes} bytes of spill stores a thread, more than {MAX_SPILL_BYTES}"
     arrays = resources.stack_bytes - resources.spill_store_bytes
@@ -87,9 +92,9 @@ def spill_reason(compiled: CompiledKernel) -> str | None:
     return None
 
 
-def launch_reason(compiled: CompiledKernel, gpu: Gpu) -> str | None:
-    """Why no block of a compiled kernel fits on an SM, so that the driver would refuse to launch it; else None."""
-    facts, threads = facts_of(compiled), compiled.source.num_threads
+def launch_reason(build: Build, gpu: Gpu) -> str | None:
+    """Why no block of a compiled config fits on an SM, so that the driver would refuse to launch it; else None."""
+    facts, threads = facts_of(build), main_kernel(build).source.num_threads
     if occupancy(gpu.arch, threads, facts.registers, facts.smem_bytes).blocks_per_sm:
         return None
     return (
@@ -98,16 +103,19 @@ def launch_reason(compiled: CompiledKernel, gpu: Gpu) -> str | None:
     )
 
 
-def code_digest(compiled: CompiledKernel) -> str:
-    """Equal for kernels that run alike: same machine code, resources and launch, whatever their names.
+def code_digest(build: Build) -> str:
+    """Equal for configs that run alike: same machine code, resources and launches, whatever their names.
 
     A cubin carries the kernel's name, so the files of two configs never are equal; their code may be.
     """
-    source, config = compiled.source, compiled.source.config
-    launch = (source.num_threads, source.smem_bytes, config.block_m, compiled.resources)
-    digest = hashlib.sha256(repr(launch).encode())
-    for section in _text_sections(compiled.cubin):
-        digest.update(section)
+    digest = hashlib.sha256()
+    for compiled in build:
+        source, config = compiled.source, compiled.source.config
+        # The tiles that grids are counted in.
+        tiles = (config.block_m, config.block_n) if isinstance(config, BwdConfig) else (config.block_m,)
+        digest.update(repr((source.num_threads, source.smem_bytes, *tiles, compiled.resources)).encode())
+        for section in _text_sections(compiled.cubin):
+            digest.update(section)
     return digest.hexdigest()
 
 

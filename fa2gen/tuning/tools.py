@@ -6,17 +6,22 @@ import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from fa2gen.codegen import KernelSource, render_kernel, template_hash
+from fa2gen.codegen import KernelSource, render_kernel, render_kernels, template_hash
 from fa2gen.compile import CompiledKernel, compile_many, find_nvcc
 from fa2gen.constraints import default_config
 from fa2gen.driver import DeviceInfo, device_count, device_info, unavailable_reason
 from fa2gen.errors import CompileError, EmulatorError, GateError
-from fa2gen.spec import Config, KernelSpec
+from fa2gen.spec import BwdConfig, Config, KernelSpec
 from fa2gen.tables.store import search_dirs
 
 from .worker import Worker
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fa2gen.gate import GateReport
 
 CompileMany = Callable[
     [Sequence[tuple[KernelSource, str]], Callable[[int, Any], None]], "list[CompiledKernel | CompileError]"
@@ -39,32 +44,43 @@ def _compile_many(
 
 
 def prove_in_emulator(spec: KernelSpec, config: Config) -> str:
-    """Runs the gate's quick cases through the emulator; what the gate says.
+    """Runs the gate's quick cases through the emulator, the kernels of a backward in a row; what the gate says.
 
     Raises:
         GateError: The kernel is wrong, or the emulator stopped it.
         ToolchainError: There is no C++ compiler.
         CompileError: It refused the kernel, which says nothing of the kernel's results.
     """
-    import torch
-
-    from fa2gen.emulator.forward import run_forward
-    from fa2gen.gate import forward_cases, run_gate
-
-    def runner(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        # One thread: the session proves as many configs at a time as there are cores.
-        out, lse, _ = run_forward(spec, config, q, k, v, softmax_scale=softmax_scale, threads=1)
-        return out, lse
-
     try:
-        report = run_gate(spec, config, runner, forward_cases(spec, config, budget="quick"))
+        report = _emulated_gate(spec, config)
     except EmulatorError as error:
         raise GateError(f"{spec.slug()} {config.slug()}: the emulator stopped it: {error}") from None
     if not report.passed:
         raise GateError(report.text)
     return f"emulator: {report.text}"
+
+
+def _emulated_gate(spec: KernelSpec, config: Config) -> GateReport:
+    from fa2gen.emulator.backward import run_backward
+    from fa2gen.emulator.forward import run_forward
+    from fa2gen.gate import backward_cases, forward_cases, run_backward_gate, run_gate
+
+    # One thread: the session proves as many configs at a time as there are cores.
+    if isinstance(config, BwdConfig):
+
+        def run_gradients(
+            q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None, scale: float
+        ) -> tuple[Tensor, Tensor, Tensor]:
+            dq, dk, dv, _ = run_backward(spec, config, q, k, v, out, lse, do, softmax_scale=scale, dlse=dlse, threads=1)
+            return dq, dk, dv
+
+        return run_backward_gate(spec, config, run_gradients, backward_cases(spec, config, budget="quick"))
+
+    def run_output(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        out, lse, _ = run_forward(spec, config, q, k, v, softmax_scale=scale, threads=1)
+        return out, lse
+
+    return run_gate(spec, config, run_output, forward_cases(spec, config, budget="quick"))
 
 
 def _require_emulator() -> None:
@@ -113,7 +129,7 @@ class Tools:
     """Rendering, compiling, proving, measuring; tests put fakes here.
 
     Attributes:
-        render: ``codegen.render_kernel``.
+        render: (spec, config) -> sources in the order in which they run: ``codegen.render_kernels``.
         compile_many: (jobs, on_done(index, result)) -> results in the jobs' order.
         prove: (spec, config) -> gate text; raises GateError.
         require_emulator: Raises ToolchainError where ``prove`` cannot work.
@@ -125,7 +141,7 @@ class Tools:
         table_roots: Folder to save to, or None -> folders of tables that may hold an incumbent, nearest first.
     """
 
-    render: Callable[[KernelSpec, Config], KernelSource] = render_kernel
+    render: Callable[[KernelSpec, Config], tuple[KernelSource, ...]] = render_kernels
     compile_many: CompileMany = _compile_many
     prove: Callable[[KernelSpec, Config], str] = prove_in_emulator
     require_emulator: Callable[[], None] = _require_emulator

@@ -27,12 +27,12 @@ def test_registers_come_from_ptxas(gpu_name: str) -> None:
     resources = compiled.resources
     assert e.registers.compiled is not None
     assert e.registers.compiled.resources == resources
-    assert e.registers.facts == facts_of(compiled)
+    assert e.registers.facts == facts_of((compiled,))
     # 65,536 / (128 threads * 3 blocks) = 170, granted in steps of 8.
     assert resources.registers <= e.registers.cap == 168
     assert e.occupancy == occupancy(gpu.arch, 128, resources.registers, e.smem.total + resources.static_smem_bytes)
     assert e.occupancy.blocks_per_sm >= 3
-    assert e.prediction == predict(spec, config, problem, gpu, facts_of(compiled))
+    assert e.prediction == predict(spec, config, problem, gpu, facts_of((compiled,)))
     assert explanation_json(e)["registers"]["source"] == "ptxas"
     assert f"by ptxas              {resources.registers}; {resources.spill_store_bytes} bytes" in explanation_text(e)
 

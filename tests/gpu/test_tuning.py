@@ -41,7 +41,7 @@ def _own_folders(tmp_path, monkeypatch):
     reset()
 
 
-def sabotaged(spec: KernelSpec, config: FwdConfig) -> KernelSource:
+def sabotaged(spec: KernelSpec, config: FwdConfig) -> tuple[KernelSource, ...]:
     """Three stages: reads out of every allocation. Four warps: skips every other key block. Eight warps: never ends."""
     source = render_kernel(spec, config)
     if config.num_stages == 3:
@@ -54,9 +54,9 @@ def sabotaged(spec: KernelSpec, config: FwdConfig) -> KernelSource:
             "  while (smem_base() + blockIdx.x != 0xffffffff) sync_threads();\n  const WorkTile work = work_tile(p);\n",
         )
     else:
-        return source
+        return (source,)
     assert source.text.count(old) == 1
-    return dataclasses.replace(source, text=source.text.replace(old, new))
+    return (dataclasses.replace(source, text=source.text.replace(old, new)),)
 
 
 def test_bad_kernels_are_contained_and_named(tmp_path, monkeypatch):
@@ -104,9 +104,9 @@ def test_a_refused_launch_costs_neither_context_nor_process():
     worker = Tools().worker(0)
     try:
         with pytest.raises(TrialFailure, match="cannot be launched") as caught:
-            worker.call("measure", MeasureRequest(compiled, SPEC, wide, PROBLEM, math.inf), timeout=180)
+            worker.call("measure", MeasureRequest((compiled,), SPEC, wide, PROBLEM, math.inf), timeout=180)
         assert (caught.value.outcome, caught.value.fatal) == ("launch_failed", False)
-        timing = worker.call("measure", MeasureRequest(compiled, SPEC, small, PROBLEM, math.inf), timeout=60)
+        timing = worker.call("measure", MeasureRequest((compiled,), SPEC, small, PROBLEM, math.inf), timeout=60)
         assert timing.ms > 0
         assert worker.starts == 1
     finally:

@@ -56,25 +56,28 @@ def templates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     (copy / "kernels" / "flash_fwd_sm99.cu.j2").write_text("// body of sm99\n")
     monkeypatch.setattr(manifest, "data_dir", lambda name: copy)
     monkeypatch.setitem(manifest._BODIES, ("fwd", "sm99"), ("kernels/flash_fwd_sm99.cu.j2", ("sm99/tile.cuh",)))
-    monkeypatch.setitem(manifest._PLATFORM_HEADERS, "sm99", ("common/types.cuh",))
+    monkeypatch.setitem(manifest._PLATFORM_HEADERS, ("fwd", "sm99"), ("common/types.cuh",))
     yield copy
     manifest.template_hash.cache_clear()
 
 
-def _hashes() -> dict[str, str]:
+MADE = (("fwd", "sm80"), ("fwd", "sm99"), ("bwd", "sm80"))
+
+
+def _hashes() -> dict[tuple[str, str], str]:
     manifest.template_hash.cache_clear()
-    return {family: manifest.template_hash("fwd", family) for family in ("sm80", "sm99")}
+    return {made: manifest.template_hash(*made) for made in MADE}
 
 
 def test_an_edit_stales_the_kernels_made_from_that_file_only(templates: Path) -> None:
     before = _hashes()
-    assert before["sm80"] != before["sm99"]
-    for name in {name for family in ("sm80", "sm99") for name in manifest.manifest("fwd", family)}:
+    assert len({*before.values()}) == 3
+    for name in {name for made in MADE for name in manifest.manifest(*made)}:
         text = (templates / name).read_text()
         (templates / name).write_text(text + "int edited;\n")
         after = _hashes()
-        edited = {family for family in before if name in manifest.manifest("fwd", family)}
-        assert {family for family in before if after[family] != before[family]} == edited
+        edited = {made for made in MADE if name in manifest.manifest(*made)}
+        assert {made for made in MADE if after[made] != before[made]} == edited
         (templates / name).write_text(text)
     (templates / "README.md").write_text("nothing that is compiled")
     (templates / "sm80" / "unused.cuh").write_text("// in no kernel")

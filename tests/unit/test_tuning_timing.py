@@ -6,8 +6,12 @@ import pytest
 import torch
 
 from fa2gen.errors import LaunchError
+from fa2gen.problem import Problem
+from fa2gen.reference import attention_forward
+from fa2gen.spec import KernelSpec
 from fa2gen.tables import Clocks, Measurement
 from fa2gen.tuning import measure
+from fa2gen.tuning.inputs import make_tensors, read_by
 from fa2gen.tuning.measure import handler
 from fa2gen.tuning.timing import SPREAD_LIMIT, Timing, disturbance, flush_bytes, settled
 from fa2gen.tuning.worker import DeviceUnfit, TrialFailure
@@ -121,28 +125,58 @@ def test_the_handler_passes_answers_and_typed_errors_on(handle):
         handle()("dance", None)
 
 
-@pytest.fixture
-def bench():
+FORWARD, BACKWARD = KernelSpec(head_dim=8), KernelSpec("bwd", head_dim=8, causal=True, gqa_ratio=2)
+
+
+def bench(spec=FORWARD):
     """A bench on the CPU with inputs in place."""
     made = object.__new__(measure.Bench)
     made._device = torch.device("cpu", 3)
-    inputs = tuple(torch.randn(1, 5, 2, 8).bfloat16() for _ in range(3))
-    made._inputs = ("key", inputs, measure._checksum(*inputs))
+    tensors = make_tensors(spec, Problem(1, 5, 7, 2, 2 // spec.gqa_ratio), torch.device("cpu"))
+    made._inputs = ("key", tensors, measure._checksum(tensors, read_by(spec)))
     return made
 
 
-def test_a_kernel_that_writes_to_its_inputs_is_wrong_and_they_are_made_again(bench):
-    bench._require_untouched_inputs()
-    bench._inputs[1][1][0, 4, 1, 7] += 1
+@pytest.mark.parametrize(
+    ("spec", "name"), [(FORWARD, "k"), *((BACKWARD, name) for name in ("q", "k", "v", "o", "lse", "dout"))]
+)
+def test_a_kernel_that_writes_to_its_inputs_is_wrong_and_they_are_made_again(spec, name):
+    made = bench(spec)
+    made._require_untouched_inputs(spec)
+    made._inputs[1][name].view(-1)[-3] += 1
     with pytest.raises(TrialFailure, match="changed an input") as caught:
-        bench._require_untouched_inputs()
-    assert (caught.value.outcome, bench._inputs) == ("wrong", None)
-    bench._require_untouched_inputs()
+        made._require_untouched_inputs(spec)
+    assert (caught.value.outcome, made._inputs) == ("wrong", None)
+    made._require_untouched_inputs(spec)
 
 
-def test_too_little_memory_is_said_clearly(bench, monkeypatch):
+def test_what_a_kernel_writes_is_no_input():
+    for spec in (FORWARD, BACKWARD):
+        made = bench(spec)
+        for name in {*made._inputs[1]} - {*read_by(spec)}:
+            made._inputs[1][name].zero_()
+        made._require_untouched_inputs(spec)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("sizes", [(1, 5, 9, 4, 2), (2, 33, 17, 3, 3), (1, 70, 40, 2, 1)])
+def test_a_backward_is_timed_on_its_own_output_and_lse(sizes, causal, monkeypatch):
+    """By the float64 reference; in several chunks of rows, some of which see no key."""
+    monkeypatch.setattr("fa2gen.tuning.inputs._SCORES", 256)
+    problem = Problem(*sizes)
+    spec = KernelSpec("bwd", head_dim=16, causal=causal, gqa_ratio=problem.gqa_ratio)
+    tensors = make_tensors(spec, problem, torch.device("cpu"))
+    q, k, v, o, lse = (tensors[name] for name in ("q", "k", "v", "o", "lse"))
+    expected, expected_lse = attention_forward(q, k, v, causal=causal)
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(o.double(), expected, rtol=2**-8, atol=1e-5)
+    assert torch.isfinite(tensors["dout"]).all()
+
+
+def test_too_little_memory_is_said_clearly(monkeypatch):
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (90 << 20, 80 << 30))
-    bench._require_memory(90 << 20, "the buffer")
+    made = bench()
+    made._require_memory(90 << 20, "the buffer")
     with pytest.raises(DeviceUnfit, match="device 3 has 90 MiB of free memory, less than the 100 MiB of the buffer"):
-        bench._require_memory(100 << 20, "the buffer")
+        made._require_memory(100 << 20, "the buffer")

@@ -1,0 +1,82 @@
+"""A config's kernels on a device, launched in a row on tensors that stay where they are."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import struct
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from fa2gen.codegen import PARAMS
+from fa2gen.driver import LoadedKernel, load
+from fa2gen.launch import LaunchPlan, bwd_plan, fwd_plan
+from fa2gen.problem import Problem
+from fa2gen.spec import BwdConfig, Config, KernelSpec
+
+from .builds import Build
+
+
+@contextlib.contextmanager
+def loaded(build: Build, device_index: int) -> Iterator[dict[str, LoadedKernel]]:
+    """A config's kernels on a device by name, for as long as the context lasts."""
+    kernels: dict[str, LoadedKernel] = {}
+    try:
+        for compiled in build:
+            kernels[compiled.source.kernel] = load(compiled, device_index)
+        yield kernels
+    finally:
+        for kernel in kernels.values():
+            kernel.unload()
+
+
+def make_plan(
+    spec: KernelSpec, config: Config, tensors: Mapping[str, Tensor], softmax_scale: float, l2_bytes: int
+) -> LaunchPlan:
+    """The launches of a call.
+
+    Args:
+        spec, config: The kernels.
+        tensors: The call's, by the names of the kernels' parameters; those of four dimensions (batch, seqlen, heads,
+            head_dim) have strides there.
+        softmax_scale: Factor of the scores.
+        l2_bytes: The chip's.
+    """
+    q, k = tensors["q"], tensors["k"]
+    problem = Problem(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2])
+    strides = {name: (x.stride(0), x.stride(1), x.stride(2)) for name, x in tensors.items() if x.dim() == 4}
+    if isinstance(config, BwdConfig):
+        return bwd_plan(spec, config, problem, strides=strides, softmax_scale=softmax_scale, l2_bytes=l2_bytes)
+    return fwd_plan(spec, config, problem, strides=strides, softmax_scale=softmax_scale, l2_bytes=l2_bytes)
+
+
+def workspace_bytes(plan: LaunchPlan) -> int:
+    """What a plan's workspaces take together."""
+    return sum(workspace.num_bytes for workspace in plan.workspaces)
+
+
+def bind(kernels: Mapping[str, LoadedKernel], plan: LaunchPlan, tensors: Mapping[str, Tensor]) -> Callable[[], None]:
+    """A call that launches a plan on torch's current stream, everything packed beforehand.
+
+    Its workspaces are filled with NaN: no result may rest on what was there.
+    """
+    device = tensors["q"].device
+    memory = torch.full((workspace_bytes(plan),), 0xFF, dtype=torch.uint8, device=device)
+    starts = itertools.accumulate((workspace.num_bytes for workspace in plan.workspaces), initial=memory.data_ptr())
+    addresses = {name: x.data_ptr() for name, x in tensors.items()}
+    addresses |= {workspace.pointer: start for workspace, start in zip(plan.workspaces, starts, strict=False)}
+    steps = []
+    for step in plan.launches:
+        params = bytearray(step.params)
+        for index, name in enumerate(PARAMS[step.kernel].pointers):
+            struct.pack_into("<Q", params, 8 * index, addresses.get(name, 0))
+        steps.append((kernels[step.kernel].launch, step.grid, (step.num_threads, 1, 1), bytes(params)))
+    stream = torch.cuda.current_stream(device).cuda_stream
+
+    def launch(_workspaces: Tensor = memory) -> None:  # which live as long as the call
+        for run, grid, block, packed in steps:
+            run(grid, block, packed, stream)
+
+    return launch
