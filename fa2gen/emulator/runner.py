@@ -43,7 +43,7 @@ class Buffer:
         name: In reports.
         data: 1-D uint8 of even length. Written in place after the run, where in view, if it is writeable; a store
             to one that is not is reported (``global-read-only``).
-        pointer_index: The field of the parameter struct that points here (see ``launch.POINTERS``); -1 for none.
+        pointer_index: The field of the parameter struct that points here (see ``ParamStruct.pointers``); -1 for none.
         start: Byte offset of that pointer in ``data``. ``data[0]`` is aligned to 256 bytes in the emulated memory.
         readable: One bool for every 2 bytes: in view. Others may not be touched. None: all are.
         output: Written once: elements never written, written twice or read before are reported.
@@ -55,7 +55,7 @@ class Buffer:
 
     name: str
     data: np.ndarray
-    pointer_index: int
+    pointer_index: int = -1
     start: int = 0
     readable: np.ndarray | None = None
     output: bool = False

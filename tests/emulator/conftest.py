@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from fa2gen.codegen import KernelSource, render_kernel
-from fa2gen.emulator import forward, run_forward
+from fa2gen.emulator import launches, run_forward
 from fa2gen.errors import EmulatorError
 from fa2gen.gate import forward_cases, run_gate
-from fa2gen.spec import FwdConfig, KernelSpec
+from fa2gen.spec import Config, FwdConfig, KernelSpec
 
 Mutate = Callable[[str, str], None]
 
@@ -22,12 +22,12 @@ def mutate(monkeypatch: pytest.MonkeyPatch) -> Mutate:
     """Replaces a piece of every kernel's text, which must be there exactly once, in the emulator."""
 
     def replace(old: str, new: str) -> None:
-        def render(spec: KernelSpec, config: FwdConfig, platform: str) -> KernelSource:
-            source = render_kernel(spec, config, platform)
+        def render(spec: KernelSpec, config: Config, platform: str, kernel: str) -> KernelSource:
+            source = render_kernel(spec, config, platform, kernel)
             assert source.text.count(old) == 1, f"{source.text.count(old)} places read {old!r}"
             return dataclasses.replace(source, text=source.text.replace(old, new))
 
-        monkeypatch.setattr(forward, "render_kernel", render)
+        monkeypatch.setattr(launches, "render_kernel", render)
 
     return replace
 
