@@ -71,27 +71,27 @@ FUNC void load_all_key_fragments(KeyFragments& frag_k, u32 lane_k) {
   for (int k = 0; k < kStepsD; k++) load_key_fragments(frag_k[k], lane_k, k);
 }
 
-// One k16 step of acc_s = K Q^T; the first sets acc_s, the others add. The next B fragment is loaded before the current
-// one is used.
+// B fragments are loaded kAhead before their use, A fragments a k step before: a warp shares its scheduler with one or
+// two others, which cannot hide the latency of shared memory by themselves.
+constexpr int kAhead = 2;
+constexpr int kBuffers = kAhead + 1;
+
+// B fragment number `at` of K Q^T: k step by k step, pair by pair of n8 tiles (16 queries).
+FUNC void load_query_fragment(u32 (&frag)[4], u32 lane_q, int at) {
+  constexpr int kPairs = kTilesS / 2;
+  ldmatrix_x4(frag, pair_address<kPanelM>(lane_q, at / kPairs) + at % kPairs * kRows16);
+}
+
+// One k16 step of acc_s = K Q^T; the first sets acc_s, the others add.
 template <bool kFirst>
-FUNC void gemm_scores_step(ScoreTile& acc_s, const KeyFragments& frag_k, u32 (&frag_q)[2][4], u32 lane_k, u32 lane_q,
+FUNC void gemm_scores_step(ScoreTile& acc_s, const u32 (&frag_a)[kTilesN][4], u32 (&frag_q)[kBuffers][4], u32 lane_q,
                            int k) {
   constexpr int kPairs = kTilesS / 2;
-  u32 frag_a[kTilesN][4];
-  if constexpr (kKvInRegs) {
-#pragma unroll
-    for (int i = 0; i < kTilesN; i++)
-#pragma unroll
-      for (int j = 0; j < 4; j++) frag_a[i][j] = frag_k[k][i][j];
-  } else {
-    load_key_fragments(frag_a, lane_k, k);
-  }
 #pragma unroll
   for (int pair = 0; pair < kPairs; pair++) {
-    const int current = k * kPairs + pair, next = current + 1;
-    if (next < kStepsD * kPairs)
-      ldmatrix_x4(frag_q[next % 2], pair_address<kPanelM>(lane_q, next / kPairs) + next % kPairs * kRows16);
-    const u32(&b)[4] = frag_q[current % 2];
+    const int current = k * kPairs + pair, next = current + kAhead;
+    if (next < kStepsD * kPairs) load_query_fragment(frag_q[next % kBuffers], lane_q, next);
+    const u32(&b)[4] = frag_q[current % kBuffers];
 #pragma unroll
     for (int i = 0; i < kTilesN; i++) {
       if constexpr (kFirst) {
@@ -111,11 +111,25 @@ FUNC void gemm_scores(ScoreTile& acc_s, const KeyFragments& frag_k, u32 lane_k, 
   // spills.
   lane_k = opaque(lane_k);
   lane_q = opaque(lane_q);
-  u32 frag_q[2][4];
-  ldmatrix_x4(frag_q[0], lane_q);
-  gemm_scores_step<true>(acc_s, frag_k, frag_q, lane_k, lane_q, 0);
+  u32 frag_a[2][kTilesN][4], frag_q[kBuffers][4];
+  if constexpr (!kKvInRegs) load_key_fragments(frag_a[0], lane_k, 0);
 #pragma unroll
-  for (int k = 1; k < kStepsD; k++) gemm_scores_step<false>(acc_s, frag_k, frag_q, lane_k, lane_q, k);
+  for (int at = 0; at < kAhead; at++) load_query_fragment(frag_q[at], lane_q, at);
+#pragma unroll
+  for (int k = 0; k < kStepsD; k++) {
+    if constexpr (kKvInRegs) {
+      if (k == 0)
+        gemm_scores_step<true>(acc_s, frag_k[k], frag_q, lane_q, k);
+      else
+        gemm_scores_step<false>(acc_s, frag_k[k], frag_q, lane_q, k);
+    } else {
+      if (k + 1 < kStepsD) load_key_fragments(frag_a[(k + 1) % 2], lane_k, k + 1);
+      if (k == 0)
+        gemm_scores_step<true>(acc_s, frag_a[k % 2], frag_q, lane_q, k);
+      else
+        gemm_scores_step<false>(acc_s, frag_a[k % 2], frag_q, lane_q, k);
+    }
+  }
 }
 
 // Packs P or dS to 16 bits. Two neighbouring n8 tiles are the A fragment of one k16 step: no shuffle, no memory.
@@ -129,66 +143,82 @@ FUNC void pack_scores(ScoreFragments& frag, const ScoreTile& acc) {
         frag[k][i][j] = pack2<Element>(acc[i][2 * k + j / 2][j % 2 * 2], acc[i][2 * k + j / 2][j % 2 * 2 + 1]);
 }
 
-// acc += P^T dO, or dS^T Q, for the queries of a step; P is the warp's own. `lane_q` is the lane address in the tile's
-// first row.
-FUNC void gemm_gradient(GradientTile& acc, const ScoreFragments& frag_p, u32 lane_q, int first_pair) {
-  u32 frag_b[2][4];
-  ldmatrix_x4_trans(frag_b[0], pair_address<kPanelM>(lane_q, first_pair));
-#pragma unroll
-  for (int k = 0; k < kStepsS; k++)
-#pragma unroll
-    for (int pair = 0; pair < kPairsD; pair++) {
-      const int next = k * kPairsD + pair + 1;
-      if (next < kStepsS * kPairsD)
-        ldmatrix_x4_trans(frag_b[next % 2],
-                          pair_address<kPanelM>(lane_q, first_pair + next % kPairsD) + next / kPairsD * kRows16);
-      const u32(&b)[4] = frag_b[(next + 1) % 2];
-#pragma unroll
-      for (int i = 0; i < kTilesN; i++) {
-        mma_m16n8k16<Element>(acc[i][2 * pair], frag_p[k][i], b[0], b[1]);
-        mma_m16n8k16<Element>(acc[i][2 * pair + 1], frag_p[k][i], b[2], b[3]);
-      }
-    }
+// B fragment number `at` of P^T dO: k step by k step (16 queries), pair by pair of n8 tiles of the warp's columns.
+FUNC void load_gradient_fragment(u32 (&frag)[4], u32 lane_q, int first_pair, int at) {
+  ldmatrix_x4_trans(frag, pair_address<kPanelM>(lane_q, first_pair + at % kPairsD) + at / kPairsD * kRows16);
 }
 
-// Likewise for all queries of a tile, where two warps share the keys: P is what both have put into the tile at lane_p.
-FUNC void gemm_gradient_shared(GradientTile& acc, u32 lane_p, u32 lane_q, int first_pair) {
-  u32 frag_a[kTilesN][4], frag_b[2][4];
-  ldmatrix_x4_trans(frag_b[0], pair_address<kPanelM>(lane_q, first_pair));
+// One k16 step of acc += P^T dO; kSteps in all.
+template <int kSteps>
+FUNC void gemm_gradient_step(GradientTile& acc, const u32 (&frag_a)[kTilesN][4], u32 (&frag_b)[kBuffers][4], u32 lane_q,
+                             int first_pair, int k) {
 #pragma unroll
-  for (int k = 0; k < kBlockM / 16; k++) {
+  for (int pair = 0; pair < kPairsD; pair++) {
+    const int current = k * kPairsD + pair, next = current + kAhead;
+    if (next < kSteps * kPairsD) load_gradient_fragment(frag_b[next % kBuffers], lane_q, first_pair, next);
+    const u32(&b)[4] = frag_b[current % kBuffers];
 #pragma unroll
-    for (int i = 0; i < kTilesN; i++)
-      ldmatrix_x4(frag_a[i], (lane_p ^ (2 * k % kChunksS * 16)) + 2 * k / kChunksS * kPanelS + i * 16 * kRowBytesS);
-#pragma unroll
-    for (int pair = 0; pair < kPairsD; pair++) {
-      const int next = k * kPairsD + pair + 1;
-      if (next < kBlockM / 16 * kPairsD)
-        ldmatrix_x4_trans(frag_b[next % 2],
-                          pair_address<kPanelM>(lane_q, first_pair + next % kPairsD) + next / kPairsD * kRows16);
-      const u32(&b)[4] = frag_b[(next + 1) % 2];
-#pragma unroll
-      for (int i = 0; i < kTilesN; i++) {
-        mma_m16n8k16<Element>(acc[i][2 * pair], frag_a[i], b[0], b[1]);
-        mma_m16n8k16<Element>(acc[i][2 * pair + 1], frag_a[i], b[2], b[3]);
-      }
+    for (int i = 0; i < kTilesN; i++) {
+      mma_m16n8k16<Element>(acc[i][2 * pair], frag_a[i], b[0], b[1]);
+      mma_m16n8k16<Element>(acc[i][2 * pair + 1], frag_a[i], b[2], b[3]);
     }
   }
 }
 
+// acc += P^T dO, or dS^T Q, for the queries of a step; P is the warp's own. `lane_q` is the lane address in the tile's
+// first row.
+FUNC void gemm_gradient(GradientTile& acc, const ScoreFragments& frag_p, u32 lane_q, int first_pair) {
+  lane_q = opaque(lane_q);
+  u32 frag_b[kBuffers][4];
+#pragma unroll
+  for (int at = 0; at < kAhead; at++) load_gradient_fragment(frag_b[at], lane_q, first_pair, at);
+#pragma unroll
+  for (int k = 0; k < kStepsS; k++) gemm_gradient_step<kStepsS>(acc, frag_p[k], frag_b, lane_q, first_pair, k);
+}
+
+// A fragments of P or dS for k step `k` of a tile in shared memory.
+FUNC void load_score_fragments(u32 (&frag)[kTilesN][4], u32 lane_p, int k) {
+#pragma unroll
+  for (int i = 0; i < kTilesN; i++)
+    ldmatrix_x4(frag[i], (lane_p ^ (2 * k % kChunksS * 16)) + 2 * k / kChunksS * kPanelS + i * 16 * kRowBytesS);
+}
+
+// Likewise for all queries of a tile, where two warps share the keys: P is what both have put into the tile at lane_p.
+FUNC void gemm_gradient_shared(GradientTile& acc, u32 lane_p, u32 lane_q, int first_pair) {
+  lane_p = opaque(lane_p);
+  lane_q = opaque(lane_q);
+  constexpr int kSteps = kBlockM / 16;
+  u32 frag_a[2][kTilesN][4], frag_b[kBuffers][4];
+  load_score_fragments(frag_a[0], lane_p, 0);
+#pragma unroll
+  for (int at = 0; at < kAhead; at++) load_gradient_fragment(frag_b[at], lane_q, first_pair, at);
+#pragma unroll
+  for (int k = 0; k < kSteps; k++) {
+    if (k + 1 < kSteps) load_score_fragments(frag_a[(k + 1) % 2], lane_p, k + 1);
+    gemm_gradient_step<kSteps>(acc, frag_a[k % 2], frag_b, lane_q, first_pair, k);
+  }
+}
+
+// A fragments of dS for k step `k` (16 keys), transposed; B fragment number `at` of dS K.
+FUNC void load_dq_fragments(u32 (&frag)[kDqTilesM][4], u32 lane_ds, int k) {
+#pragma unroll
+  for (int i = 0; i < kDqTilesM; i++) ldmatrix_x4_trans(frag[i], (lane_ds ^ (i * 32)) + k * 16 * kRowBytesS);
+}
+
+FUNC void load_dq_key_fragment(u32 (&frag)[4], u32 lane_k, int at) {
+  ldmatrix_x4_trans(frag,
+                    pair_address<kPanelN>(lane_k, dq_warp_n() * kDqPairs + at % kDqPairs) + at / kDqPairs * kRows16);
+}
+
 // One k16 step (16 keys) of acc_dq = dS K; the first sets acc_dq, the others add.
 template <bool kFirst>
-FUNC void gemm_dq_step(DqTile& acc_dq, u32 (&frag_k)[2][4], u32 lane_ds, u32 lane_k, int k) {
-  u32 frag_a[kDqTilesM][4];
-#pragma unroll
-  for (int i = 0; i < kDqTilesM; i++) ldmatrix_x4_trans(frag_a[i], (lane_ds ^ (i * 32)) + k * 16 * kRowBytesS);
+FUNC void gemm_dq_step(DqTile& acc_dq, const u32 (&frag_a)[kDqTilesM][4], u32 (&frag_k)[kBuffers][4], u32 lane_k,
+                       int k) {
 #pragma unroll
   for (int pair = 0; pair < kDqPairs; pair++) {
-    const int next = k * kDqPairs + pair + 1;
-    if (next < kBlockN / 16 * kDqPairs)
-      ldmatrix_x4_trans(frag_k[next % 2], pair_address<kPanelN>(lane_k, dq_warp_n() * kDqPairs + next % kDqPairs) +
-                                              next / kDqPairs * kRows16);
-    const u32(&b)[4] = frag_k[(next + 1) % 2];
+    const int current = k * kDqPairs + pair, next = current + kAhead;
+    if (next < kBlockN / 16 * kDqPairs) load_dq_key_fragment(frag_k[next % kBuffers], lane_k, next);
+    const u32(&b)[4] = frag_k[current % kBuffers];
 #pragma unroll
     for (int i = 0; i < kDqTilesM; i++) {
       if constexpr (kFirst) {
@@ -204,9 +234,18 @@ FUNC void gemm_dq_step(DqTile& acc_dq, u32 (&frag_k)[2][4], u32 lane_ds, u32 lan
 
 // acc_dq = dS K: this warp's rows and columns, all keys of the block.
 FUNC void gemm_dq(DqTile& acc_dq, u32 lane_ds, u32 lane_k) {
-  u32 frag_k[2][4];
-  ldmatrix_x4_trans(frag_k[0], pair_address<kPanelN>(lane_k, dq_warp_n() * kDqPairs));
-  gemm_dq_step<true>(acc_dq, frag_k, lane_ds, lane_k, 0);
+  lane_ds = opaque(lane_ds);
+  lane_k = opaque(lane_k);
+  u32 frag_a[2][kDqTilesM][4], frag_k[kBuffers][4];
+  load_dq_fragments(frag_a[0], lane_ds, 0);
 #pragma unroll
-  for (int k = 1; k < kBlockN / 16; k++) gemm_dq_step<false>(acc_dq, frag_k, lane_ds, lane_k, k);
+  for (int at = 0; at < kAhead; at++) load_dq_key_fragment(frag_k[at], lane_k, at);
+#pragma unroll
+  for (int k = 0; k < kBlockN / 16; k++) {
+    if (k + 1 < kBlockN / 16) load_dq_fragments(frag_a[(k + 1) % 2], lane_ds, k + 1);
+    if (k == 0)
+      gemm_dq_step<true>(acc_dq, frag_a[k % 2], frag_k, lane_k, k);
+    else
+      gemm_dq_step<false>(acc_dq, frag_a[k % 2], frag_k, lane_k, k);
+  }
 }

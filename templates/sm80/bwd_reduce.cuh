@@ -21,16 +21,22 @@ FUNC void add_tiles(gptr<float> sums, const float (&acc)[kRows][kColumns][4], in
     }
 }
 
-// dQ of a tile of queries, from dS of all keys of the block. `row_tile` counts tiles of kBlockM rows of all heads.
-FUNC void add_dq(u32 lane_ds, u32 lane_k, int row_tile, int n_block, const BwdParams& p) {
+// dQ of a tile of queries, from dS of all keys of the block.
+struct DqWork {
+  u32 lane_ds, lane_k;  // lane addresses: this warp's part of dS, and of K
+  int row_tile;  // counts tiles of kBlockM rows of all heads
+  int n_block;
+};
+
+FUNC void add_dq(const DqWork& work, const BwdParams& p) {
   DqTile acc_dq;
-  gemm_dq(acc_dq, lane_ds, lane_k);
-  const i64 row_16 = i64(row_tile) * (kBlockM / 16) + dq_warp_m() * kDqTilesM;
+  gemm_dq(acc_dq, work.lane_ds, work.lane_k);
+  const i64 row_16 = i64(work.row_tile) * (kBlockM / 16) + dq_warp_m() * kDqTilesM;
   const int column_tile = dq_warp_n() * (2 * kDqPairs);
   if constexpr (kDeterministic) {
     // A warp's part of the tile has a semaphore: the number of key blocks that have added to it.
-    const gptr<u32> semaphore = p.semaphores + (i64(row_tile) * kNumWarps + threadIdx.x / 32);
-    if (threadIdx.x % 32 == 0) wait_until_equal(semaphore, n_block);
+    const gptr<u32> semaphore = p.semaphores + (i64(work.row_tile) * kNumWarps + threadIdx.x / 32);
+    if (threadIdx.x % 32 == 0) wait_until_equal(semaphore, work.n_block);
     sync_warp();
     add_tiles(p.dq_accum + tile_offset(row_16, column_tile), acc_dq, column_tile);
     sync_warp();

@@ -68,8 +68,9 @@ FUNC void score_gradients_packed(ScoreTile& acc_dp, const ScoreFragments& frag_p
 
 // Where a lane puts its first pair of P or dS into a tile of shared memory, and finds it again.
 FUNC u32 lane_scores(u32 tile) {
-  const int lane = threadIdx.x % 32;
-  return tile + swizzled_row<kRowBytesS>(warp_n() * kWarpKeys + lane / 4, warp_d() * (kWarpQueries / 8)) + lane % 4 * 4;
+  const int lane = threadIdx.x % 32, chunk = warp_d() * (kWarpQueries / 8);
+  return tile + chunk / kChunksS * kPanelS +
+         swizzled_row<kRowBytesS>(warp_n() * kWarpKeys + lane / 4, chunk % kChunksS) + lane % 4 * 4;
 }
 
 // Lane address for ldmatrix of a tile of P or dS: keys as rows of the A operand, in dV += P^T dO and dK += dS^T Q.
