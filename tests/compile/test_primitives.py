@@ -8,6 +8,7 @@ from fa2gen.compile import compile_kernel
 from tests import mbarrier_kernels
 from tests.mbarrier_kernels import MBARRIER_PROBES
 from tests.primitive_kernels import NUM_THREADS, PROBES, Probe, probe_source
+from tests.reduction_kernels import REDUCTION_PROBES, VECTOR_PROBES
 
 pytestmark = pytest.mark.nvcc
 
@@ -27,3 +28,12 @@ def test_primitives_compile(target: str) -> None:
 @pytest.mark.parametrize("target", ["sm_80", "sm_86", "sm_89", "sm_90"])
 def test_mbarriers_compile(target: str) -> None:
     _assert_compiles(MBARRIER_PROBES, mbarrier_kernels.NUM_THREADS, target)
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+def test_semaphores_compile(target: str) -> None:
+    _assert_compiles(REDUCTION_PROBES, NUM_THREADS, target)
+
+
+def test_vector_additions_compile() -> None:
+    _assert_compiles(VECTOR_PROBES, NUM_THREADS, "sm_90")

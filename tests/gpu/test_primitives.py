@@ -11,6 +11,7 @@ from fa2gen import driver
 from tests import mbarrier_kernels
 from tests.mbarrier_kernels import MBARRIER_PROBES
 from tests.primitive_kernels import NUM_THREADS, PROBES, Probe, probe_launch, probe_source
+from tests.reduction_kernels import REDUCTION_PROBES, VECTOR_PROBES
 
 
 def _loaded(table: dict[str, Probe], num_threads: int) -> driver.LoadedKernel:
@@ -27,6 +28,11 @@ def loaded() -> driver.LoadedKernel:
 @pytest.fixture(scope="module")
 def mbarriers() -> driver.LoadedKernel:
     return _loaded(MBARRIER_PROBES, mbarrier_kernels.NUM_THREADS)
+
+
+@pytest.fixture(scope="module")
+def reductions() -> driver.LoadedKernel:
+    return _loaded(REDUCTION_PROBES, NUM_THREADS)
 
 
 def _run(kernel: driver.LoadedKernel, table: dict[str, Probe], name: str, num_threads: int) -> np.ndarray:
@@ -50,3 +56,16 @@ def test_primitive_on_the_gpu(loaded: driver.LoadedKernel, name: str) -> None:
 def test_mbarriers_on_the_gpu(mbarriers: driver.LoadedKernel, name: str) -> None:
     for _ in range(20):
         MBARRIER_PROBES[name].check(_run(mbarriers, MBARRIER_PROBES, name, mbarrier_kernels.NUM_THREADS))
+
+
+@pytest.mark.parametrize("name", REDUCTION_PROBES)
+def test_blocks_add_in_order_on_the_gpu(reductions: driver.LoadedKernel, name: str) -> None:
+    for _ in range(20):
+        REDUCTION_PROBES[name].check(_run(reductions, REDUCTION_PROBES, name, NUM_THREADS))
+
+
+@pytest.mark.parametrize("name", VECTOR_PROBES)
+def test_vector_additions_on_the_gpu(name: str) -> None:
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("vector additions need compute capability 9.0")
+    VECTOR_PROBES[name].check(_run(_loaded(VECTOR_PROBES, NUM_THREADS), VECTOR_PROBES, name, NUM_THREADS))
