@@ -99,7 +99,7 @@ FAULTS: dict[str, tuple[str, str, str]] = {
         f"""{FREE_SUM} cp_async16(smem + 16 * tid, p.out + (4 + 4 * (tid % 8)));
         cp_async_commit(); cp_async_wait<0>();""",
         SUMMED,
-        "cp_async16 reads",
+        "out at byte",
     ),
     "a sum is cleared": (f"st_global(p.out + (4 + tid), 0u); {FREE_SUM}", "global-two-writers", ""),
     "a vector that is not aligned": (
