@@ -22,7 +22,6 @@ from fa2gen.spec import FwdConfig, KernelSpec
 NUM_THREADS = 64
 SMEM_BYTES = 8192
 ENTRY = "primitive_probes"
-PRIMITIVES = ("primitives", "conversions", "reductions")  # the headers that the emulator's replaces
 
 _DECLARATIONS = """
 struct ProbeParams {
@@ -55,12 +54,12 @@ def probe_source(bodies: Mapping[str, str], platform: str, num_threads: int = NU
         "}",
     ]
     body = "\n".join([_DECLARATIONS, f"constexpr int kThreads = {num_threads};", *functions, *kernel, ""])
-    root = data_dir("templates")
+    root, names = data_dir("templates"), ("primitives", "conversions", "reductions")
     types = (root / "common/types.cuh").read_text()
     if platform == "host":
         headers = (HOST_KEYWORDS, types, HOST_INCLUDE)
     else:
-        headers = (types, *((root / f"sm80/{name}.cuh").read_text() for name in PRIMITIVES))
+        headers = (types, *((root / f"sm80/{name}.cuh").read_text() for name in names))
     return KernelSource(
         spec=KernelSpec(),
         config=FwdConfig(),

@@ -6,9 +6,9 @@ import pytest
 
 from fa2gen.compile import compile_kernel
 from tests import mbarrier_kernels
+from tests.backward_primitives import CONVERSION_PROBES, REDUCTION_PROBES, VECTOR_PROBES
 from tests.mbarrier_kernels import MBARRIER_PROBES
 from tests.primitive_kernels import NUM_THREADS, PROBES, Probe, probe_source
-from tests.reduction_kernels import REDUCTION_PROBES, VECTOR_PROBES
 
 pytestmark = pytest.mark.nvcc
 
@@ -31,8 +31,8 @@ def test_mbarriers_compile(target: str) -> None:
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])
-def test_semaphores_compile(target: str) -> None:
-    _assert_compiles(REDUCTION_PROBES, NUM_THREADS, target)
+def test_primitives_of_the_backward_compile(target: str) -> None:
+    _assert_compiles({**REDUCTION_PROBES, **CONVERSION_PROBES}, NUM_THREADS, target)
 
 
 def test_vector_additions_compile() -> None:

@@ -10,8 +10,8 @@ import pytest
 from fa2gen.emulator import Buffer, EmulatedKernel, build, run
 from fa2gen.emulator.runner import require_written
 from fa2gen.errors import EmulatorError
+from tests.backward_primitives import BY_BLOCK, BY_WARP, GRID, OWN_VALUE, SUMS, VALUES, ordered_sums, sums_in_order
 from tests.primitive_kernels import NUM_THREADS, probe_launch, probe_source
-from tests.reduction_kernels import BY_BLOCK, BY_WARP, GRID, OWN_VALUE, SUMS, VALUES, ordered_sums, sums_in_order
 
 SUMMED, UNORDERED = "global-sum-read", "semaphore-unordered-sum"
 NOT_SYNCED = "semaphore-release-without-sync"
@@ -93,7 +93,7 @@ FAULTS: dict[str, tuple[str, str, str]] = {
         "deadlock",
         "out[",
     ),
-    "a sum is read": (f"{FREE_SUM} ld_global<u32>(p.out + (4 + tid));", SUMMED, "ld_global reads out at byte"),
+    "a sum is read": (f"{FREE_SUM} ld_global<u32>(p.out + (4 + tid));", SUMMED, "out at byte"),
     "a sum was read": (f"ld_global<u32>(p.out + (4 + tid)); {FREE_SUM}", SUMMED, ""),
     "a sum is copied": (
         f"""{FREE_SUM} cp_async16(smem + 16 * tid, p.out + (4 + 4 * (tid % 8)));

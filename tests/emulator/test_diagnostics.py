@@ -136,6 +136,9 @@ CASES: dict[str, Case] = {
     "halves of a warp in different collectives": Case(
         f"{STORE} if (lane < 16) any_lane(true); else all_lanes(true);", "warp-divergence", "_lane", False
     ),
+    "a value that is not the same in all lanes": Case(
+        f"{STORE} uniform(tid / 16);", "uniform-differs", "lane 16 has", False
+    ),
     # Global memory
     "padding between rows": Case(f"{STORE} ld_global<u32>({ROW} + 12);", "global-out-of-view", "of in at byte", False),
     "copy that reaches into padding": Case(

@@ -7,11 +7,11 @@ import pytest
 
 from fa2gen.emulator import Buffer, EmulatedKernel, build, run
 from tests import mbarrier_kernels
+from tests.backward_primitives import CONVERSION_PROBES, REDUCTION_PROBES, VECTOR_PROBES
 from tests.mbarrier_kernels import MBARRIER_PROBES
 from tests.primitive_kernels import PROBES, Probe, probe_launch, probe_source
-from tests.reduction_kernels import REDUCTION_PROBES, VECTOR_PROBES
 
-BETWEEN_BLOCKS = {**REDUCTION_PROBES, **VECTOR_PROBES}
+BACKWARD_PROBES = {**REDUCTION_PROBES, **VECTOR_PROBES, **CONVERSION_PROBES}
 
 
 @pytest.fixture(scope="module")
@@ -26,8 +26,8 @@ def mbarrier_kernel() -> EmulatedKernel:
 
 
 @pytest.fixture(scope="module")
-def reduction_kernel() -> EmulatedKernel:
-    return build(probe_source({name: probe.text for name, probe in BETWEEN_BLOCKS.items()}, "host"))
+def backward_kernel() -> EmulatedKernel:
+    return build(probe_source({name: probe.text for name, probe in BACKWARD_PROBES.items()}, "host"))
 
 
 def _run(kernel: EmulatedKernel, table: dict[str, Probe], name: str, **options: object) -> np.ndarray:
@@ -56,25 +56,25 @@ def test_mbarriers_order_what_they_should(mbarrier_kernel: EmulatedKernel, name:
             MBARRIER_PROBES[name].check(out)
 
 
-@pytest.mark.parametrize("name", BETWEEN_BLOCKS)
-def test_blocks_add_and_wait(reduction_kernel: EmulatedKernel, name: str) -> None:
+@pytest.mark.parametrize("name", BACKWARD_PROBES)
+def test_primitives_of_the_backward(backward_kernel: EmulatedKernel, name: str) -> None:
     for seed in range(4):
         for threads in (1, 2, 4):
-            out = _run(reduction_kernel, BETWEEN_BLOCKS, name, seed=seed, random_schedule=seed < 2, threads=threads)
-            BETWEEN_BLOCKS[name].check(out)
+            out = _run(backward_kernel, BACKWARD_PROBES, name, seed=seed, random_schedule=seed < 2, threads=threads)
+            BACKWARD_PROBES[name].check(out)
 
 
 def test_results_without_checks_are_the_same(
-    kernel: EmulatedKernel, mbarrier_kernel: EmulatedKernel, reduction_kernel: EmulatedKernel
+    kernel: EmulatedKernel, mbarrier_kernel: EmulatedKernel, backward_kernel: EmulatedKernel
 ) -> None:
-    tables = ((kernel, PROBES), (mbarrier_kernel, MBARRIER_PROBES), (reduction_kernel, BETWEEN_BLOCKS))
+    tables = ((kernel, PROBES), (mbarrier_kernel, MBARRIER_PROBES), (backward_kernel, BACKWARD_PROBES))
     for program, table in tables:
         for name, probe in table.items():
             probe.check(_run(program, table, name, checks=False))
 
 
 def test_a_wrong_result_fails_the_check() -> None:
-    for probe in [*PROBES.values(), *MBARRIER_PROBES.values(), *BETWEEN_BLOCKS.values()]:
+    for probe in [*PROBES.values(), *MBARRIER_PROBES.values(), *BACKWARD_PROBES.values()]:
         words = np.zeros_like(probe.expected, np.uint32)
         with pytest.raises(AssertionError):
             probe.check(words)

@@ -9,9 +9,9 @@ import torch
 from fa2gen import compile as compiler
 from fa2gen import driver
 from tests import mbarrier_kernels
+from tests.backward_primitives import CONVERSION_PROBES, REDUCTION_PROBES, VECTOR_PROBES
 from tests.mbarrier_kernels import MBARRIER_PROBES
 from tests.primitive_kernels import NUM_THREADS, PROBES, Probe, probe_launch, probe_source
-from tests.reduction_kernels import REDUCTION_PROBES, VECTOR_PROBES
 
 
 def _loaded(table: dict[str, Probe], num_threads: int) -> driver.LoadedKernel:
@@ -30,9 +30,12 @@ def mbarriers() -> driver.LoadedKernel:
     return _loaded(MBARRIER_PROBES, mbarrier_kernels.NUM_THREADS)
 
 
+BACKWARD_PROBES = {**REDUCTION_PROBES, **CONVERSION_PROBES}
+
+
 @pytest.fixture(scope="module")
-def reductions() -> driver.LoadedKernel:
-    return _loaded(REDUCTION_PROBES, NUM_THREADS)
+def backward() -> driver.LoadedKernel:
+    return _loaded(BACKWARD_PROBES, NUM_THREADS)
 
 
 def _run(kernel: driver.LoadedKernel, table: dict[str, Probe], name: str, num_threads: int) -> np.ndarray:
@@ -58,10 +61,10 @@ def test_mbarriers_on_the_gpu(mbarriers: driver.LoadedKernel, name: str) -> None
         MBARRIER_PROBES[name].check(_run(mbarriers, MBARRIER_PROBES, name, mbarrier_kernels.NUM_THREADS))
 
 
-@pytest.mark.parametrize("name", REDUCTION_PROBES)
-def test_blocks_add_in_order_on_the_gpu(reductions: driver.LoadedKernel, name: str) -> None:
+@pytest.mark.parametrize("name", BACKWARD_PROBES)
+def test_primitive_of_the_backward_on_the_gpu(backward: driver.LoadedKernel, name: str) -> None:
     for _ in range(20):
-        REDUCTION_PROBES[name].check(_run(reductions, REDUCTION_PROBES, name, NUM_THREADS))
+        BACKWARD_PROBES[name].check(_run(backward, BACKWARD_PROBES, name, NUM_THREADS))
 
 
 @pytest.mark.parametrize("name", VECTOR_PROBES)

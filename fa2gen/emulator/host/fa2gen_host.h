@@ -1,5 +1,5 @@
-// Host twin of templates/sm80/primitives.cuh and reductions.cuh: the same names, over the emulator's runtime. Comes
-// after the text of templates/common/types.cuh; the kernel text follows it.
+// Host twin of templates/sm80/primitives.cuh, conversions.cuh and reductions.cuh: the same names, over the emulator's
+// runtime. Comes after the text of templates/common/types.cuh; the kernel text follows it.
 #pragma once
 #include "runtime.h"
 
@@ -118,6 +118,7 @@ inline T shfl_xor(T value, int lane_mask, EMULATOR_SITE) {
   __builtin_memcpy(&value, &r, 4);
   return value;
 }
+inline int uniform(int x, EMULATOR_SITE) { return emulator::uniform(x, site); }
 inline bool any_lane(bool predicate, EMULATOR_SITE) { return emulator::vote(emulator::Vote::kAny, predicate, site); }
 inline bool all_lanes(bool predicate, EMULATOR_SITE) { return emulator::vote(emulator::Vote::kAll, predicate, site); }
 inline void ldmatrix_x4(u32 (&r)[4], u32 row_address, EMULATOR_SITE) {

@@ -19,6 +19,7 @@ struct Options {
 enum class Operation : uint8_t {
   kNone,
   kShflXor,
+  kUniform,
   kAnyLane,
   kAllLanes,
   kLdmatrix,
@@ -35,11 +36,12 @@ enum class Operation : uint8_t {
   kWaitUntilEqual
 };
 inline const char* operation_name(Operation operation) {
-  static const char* const names[] = {
-      "nothing",         "shfl_xor",          "any_lane",           "all_lanes",
-      "ldmatrix_x4",     "ldmatrix_x4_trans", "mma_m16n8k16<bf16>", "mma_m16n8k16<fp16>",
-      "sync_warp",       "sync_threads",      "bar_sync",           "bar_arrive",
-      "sync_threads_or", "bar_sync_or",       "mbarrier_wait",      "wait_until_equal"};
+  static const char* const names[] = {"nothing",           "shfl_xor",           "uniform",
+                                      "any_lane",          "all_lanes",          "ldmatrix_x4",
+                                      "ldmatrix_x4_trans", "mma_m16n8k16<bf16>", "mma_m16n8k16<fp16>",
+                                      "sync_warp",         "sync_threads",       "bar_sync",
+                                      "bar_arrive",        "sync_threads_or",    "bar_sync_or",
+                                      "mbarrier_wait",     "wait_until_equal"};
   return names[int(operation)];
 }
 

@@ -155,6 +155,21 @@ unsigned shfl_xor(unsigned value, int lane_mask, Site site) {
   return mine.b[0];
 }
 
+int uniform(int value, Site site) {
+  Block& block = enter(site);
+  Lane& mine = block.lane();
+  mine.a[0] = unsigned(value);
+  block.rendezvous(Operation::kUniform, -1, 0, [&](Warp& warp) {
+    block.counters.shfl++;
+    for (unsigned l = 1; l < kWarpSize; l++)
+      if (warp.lanes[l].a[0] != warp.lanes[0].a[0])
+        throw Diagnostic("uniform-differs",
+                         format("lane 0 has %d, lane %u has %d", int(warp.lanes[0].a[0]), l, int(warp.lanes[l].a[0])));
+    return true;
+  });
+  return value;
+}
+
 bool vote(Vote kind, bool predicate, Site site) {
   Block& block = enter(site);
   Lane& mine = block.lane();

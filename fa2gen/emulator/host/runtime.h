@@ -56,6 +56,7 @@ void cp_async_mbarrier_arrive(unsigned address, Site site);
 void mbarrier_wait(unsigned address, unsigned parity, Site site);
 
 unsigned shfl_xor(unsigned value, int lane_mask, Site site);
+int uniform(int value, Site site);
 bool vote(Vote kind, bool predicate, Site site);
 void ldmatrix_x4(unsigned* r, unsigned row_address, bool trans, Site site);
 void mma_m16n8k16(Element element, bool init, float* d, const unsigned* a, unsigned b0, unsigned b1, Site site);

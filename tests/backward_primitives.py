@@ -1,11 +1,12 @@
-"""Small kernels whose blocks add to the same elements, with what they must give: like primitive_kernels.py.
+"""Small kernels for the primitives that the backward adds, with what they must give: like primitive_kernels.py.
 
-The first words of ``p.out`` are semaphores.
+Where blocks add to the same elements, the first words of ``p.out`` are semaphores.
 """
 
 from __future__ import annotations
 
 import numpy as np
+import torch
 
 from tests.primitive_kernels import NUM_THREADS, Probe
 
@@ -91,5 +92,32 @@ VECTOR_PROBES: dict[str, Probe] = {
         .view(np.uint32),
         grid=3,
         atomic=True,
+    ),
+}
+
+
+def _unpack(element: str) -> Probe:
+    """Every 16-bit pattern that is a number, in the low half and in the high one."""
+    dtype = torch.bfloat16 if element == "bf16" else torch.float16
+    floats = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype).float()
+    floats = floats[~floats.isnan()]
+    halves = floats.to(dtype).view(torch.int16).numpy().view(np.uint16).astype(np.uint32)
+    text = f"""
+  for (int i = blockIdx.x * kThreads + tid; i < {len(halves)}; i += gridDim.x * kThreads) {{
+    const u32 pair = ld_global<u32>(p.in + i);
+    const float low = unpack_low<{element}>(pair), high = unpack_high<{element}>(pair);
+    st_global(p.out + 2 * i, u32x2{{as_bits(low), as_bits(high)}});
+  }}"""
+    bits = floats.numpy().view(np.uint32)
+    return Probe(text, halves | np.roll(halves, 1) << 16, np.stack([bits, np.roll(bits, 1)], 1).reshape(-1), grid=4)
+
+
+CONVERSION_PROBES: dict[str, Probe] = {
+    "unpack bf16": _unpack("bf16"),
+    "unpack fp16": _unpack("fp16"),
+    "uniform": Probe(
+        "  st_global(p.out + tid, u32(uniform(tid / 32 + 7)));",
+        np.zeros(1, np.uint32),
+        np.repeat(np.array([7, 8], np.uint32), 32),
     ),
 }
