@@ -301,7 +301,7 @@ def _registers(spec: KernelSpec, config: FwdConfig, gpu: Gpu, *, compile: bool) 
     if compile:
         try:
             compiled = compile_kernel(render_kernel(spec, config), gpu.target)
-            return Registers(least, cap, facts_of(compiled), compiled)
+            return Registers(least, cap, facts_of((compiled,)), compiled)
         except (ToolchainError, CompileError) as error:
             note = str(error)
     return Registers(least, cap, estimate_facts(spec, config, gpu), None, note)

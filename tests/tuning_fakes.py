@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from fa2gen.codegen import KernelSource
 from fa2gen.compile import CompiledKernel, ResourceUsage
 from fa2gen.driver import DeviceInfo
 from fa2gen.errors import CompileError, GateError
@@ -19,12 +20,23 @@ from fa2gen.tuning.tools import Tools
 PROBLEM = Problem(4, 4096, 4096, 16, 16)
 
 
-def entry(spec=None, problem=PROBLEM, *, kind="predicted", ms=1.5, utc="2026-01-01T00:00:00Z", template="t", **config):
+def entry(
+    spec=None,
+    problem=PROBLEM,
+    *,
+    kind="predicted",
+    ms=1.5,
+    utc="2026-01-01T00:00:00Z",
+    template="t",
+    sms=108,
+    **config,
+):
+    """An entry of an A100, or of a GPU of so many SMs; the rest is the config's."""
     spec = spec or KernelSpec()
     measured = kind == "measured"
     return TunedEntry(
         spec=spec,
-        bucket=problem.bucket(108),
+        bucket=problem.bucket(sms),
         config=CONFIGS[spec.kind](**config),
         measurement=Measurement(kind, ms, ms, ms, 9 if measured else 0, "test", problem),
         provenance=Provenance(
@@ -90,6 +102,7 @@ class FakeRooms:
     wrong: Callable[[Config], bool] = lambda config: False
     resources: Callable[[Config], ResourceUsage] = lambda config: ResourceUsage(200, 0, 0, 0, 0, 1)
     refused: Callable[[Config], bool] = lambda config: False
+    refused_kernel: Callable[[KernelSource], bool] = lambda source: False
     on_compiled: Callable[[int], None] = lambda index: None
     compiled: list[tuple[KernelSpec, Config]] = field(default_factory=list)
     proved: list[tuple[KernelSpec, Config]] = field(default_factory=list)
@@ -126,7 +139,7 @@ class FakeRooms:
         for index, (source, target) in enumerate(jobs):
             if source.kernel == source.spec.kind:
                 self.compiled.append((source.spec, source.config))
-            if self.refused(source.config):
+            if self.refused(source.config) or self.refused_kernel(source):
                 results.append(CompileError("nvcc failed", "line 3"))
             else:
                 resources, cubin = self.resources(source.config), source.config.slug().encode()

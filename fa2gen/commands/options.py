@@ -12,7 +12,7 @@ import click
 from ..errors import ArgumentError
 from ..hardware import Gpu, get_gpu, list_gpus, match_device
 from ..problem import MAX_SEQLEN
-from ..spec import DTYPES, FwdConfig, KernelSpec
+from ..spec import CONFIGS, DTYPES, KINDS, BwdConfig, Config, FwdConfig, KernelSpec
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
@@ -86,6 +86,46 @@ def one_spec_options(command: _Command) -> _Command:
     return command
 
 
+def kind_options(command: _Command) -> _Command:
+    """``--kind``, of one kind or both, and ``--deterministic``; see :func:`kinds_of`."""
+    return _kind_options((*KINDS, "both"), command)
+
+
+def one_kind_options(command: _Command) -> _Command:
+    """The same for one kernel."""
+    return _kind_options(KINDS, command)
+
+
+def _kind_options(kinds: Sequence[str], command: _Command) -> _Command:
+    command = click.option(
+        "--deterministic",
+        is_flag=True,
+        help="Backward kernels that give equal bits from run to run, in place of the faster ones that do not.",
+    )(command)
+    return click.option(
+        "--kind",
+        type=click.Choice(tuple(kinds)),
+        default="fwd",
+        show_default=True,
+        help=f"Forward or backward kernels{', or both' if 'both' in kinds else ''}.",
+    )(command)
+
+
+def kinds_of(kind: str, *, deterministic: bool) -> tuple[str, ...]:
+    """The kinds that ``--kind`` names.
+
+    Raises:
+        click.UsageError: ``--deterministic`` without a backward.
+    """
+    kinds = KINDS if kind == "both" else (kind,)
+    if deterministic and "bwd" not in kinds:
+        raise click.UsageError(
+            "--deterministic is for backward kernels, the forward always is: give --kind bwd or both",
+            click.get_current_context(),
+        )
+    return kinds
+
+
 def gpu_option(help_text: str) -> Callable[[_Command], _Command]:
     """``--gpu``, a name of the GPU database, which shells complete."""
     return click.option("--gpu", "gpu_name", metavar="NAME", help=help_text, shell_complete=_complete_gpu)
@@ -119,32 +159,42 @@ def config_option(verb: str) -> Callable[[_Command], _Command]:
         default="tuned",
         metavar="CONFIG",
         help=f"Config to {verb}: tuned (what the tables choose), default (legal on every GPU), a name such as "
-        f"{FwdConfig().slug()}, or JSON such as '{{\"block_m\": 64}}'. [default: tuned]",
+        f"{FwdConfig().slug()} or, of a backward, {BwdConfig().slug()}, or JSON such as '{{\"block_m\": 64}}'. "
+        "[default: tuned]",
     )
 
 
-def parse_config(text: str) -> FwdConfig | Literal["tuned", "default"]:
+def parse_config(text: str, kind: str = "fwd") -> Config | Literal["tuned", "default"]:
     """A config from the command line: ``tuned``, ``default``, a config's slug, or a JSON object of its fields.
 
+    Args:
+        text: What was given.
+        kind: The kind of kernel that it is for, or ``"both"``.
+
     Raises:
-        ArgumentError: None of these, or a value that no config has.
+        ArgumentError: None of these, a value that no config has, or one config for both kinds.
     """
     if text == "tuned":
         return "tuned"
     if text == "default":
         return "default"
+    if kind == "both":
+        raise ArgumentError(
+            f"--config must be tuned or default for --kind both, as no config serves both kinds; got {text!r}"
+        )
+    config_class = CONFIGS[kind]
     if text.lstrip().startswith("{"):
         try:
             form = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise ArgumentError(f"--config is not JSON: {error}") from None
-        return FwdConfig.from_canonical(form)
+        return config_class.from_canonical(form)
     if "_" not in text:
         raise ArgumentError(
-            f"--config must be tuned, default, a name such as {FwdConfig().slug()}, or a JSON object of fields; "
+            f"--config must be tuned, default, a name such as {config_class().slug()}, or a JSON object of fields; "
             f"got {text!r}"
         )
-    return FwdConfig.from_slug(text)
+    return config_class.from_slug(text)
 
 
 def given(name: str) -> bool:
@@ -173,24 +223,63 @@ def seqlen_options(default: int | None, *, minimum: int = 0) -> Callable[[_Comma
 
 
 def make_specs(
-    headdims: Sequence[int], dtypes: Sequence[str], causal: bool | None, gqa_ratios: Sequence[int]
+    headdims: Sequence[int],
+    dtypes: Sequence[str],
+    causal: bool | None,
+    gqa_ratios: Sequence[int],
+    kinds: Sequence[str] = ("fwd",),
+    *,
+    deterministic: bool = False,
 ) -> list[KernelSpec]:
     """Every combination asked for, in a fixed order, without repeats.
 
-    A head dim that is no multiple of 8 has rows that cannot be 16-byte aligned, so its spec takes element-wise loads.
+    Args:
+        headdims, dtypes, gqa_ratios, kinds: Values to combine; no dtypes are all.
+        causal: None: both masks.
+        deterministic: Of the backward kernels.
 
     Raises:
         ArgumentError: A value that no kernel can have; UnsupportedError: one that this version has no kernel for.
     """
     masks = (False, True) if causal is None else (causal,)
     specs = [
-        KernelSpec(head_dim=d, dtype=dtype, causal=mask, gqa_ratio=ratio, alignment=2 if d > 0 and d % 8 else 16)
+        make_spec(kind, d, dtype, causal=mask, gqa_ratio=ratio, deterministic=deterministic)
+        for kind in kinds
         for d in headdims
         for dtype in (dtypes or DTYPES)
         for mask in masks
         for ratio in gqa_ratios
     ]
     return list(dict.fromkeys(specs))
+
+
+def make_spec(
+    kind: str, head_dim: int, dtype: str, *, causal: bool, gqa_ratio: int, deterministic: bool = False
+) -> KernelSpec:
+    """One kernel as the command line names it; ``deterministic`` is for a backward.
+
+    A head dim that is no multiple of 8 has rows that cannot be 16-byte aligned, so a forward of it takes element-wise
+    loads; there is no such backward.
+
+    Raises:
+        ArgumentError: A value that no kernel can have; UnsupportedError: one that this version has no kernel for.
+    """
+    unaligned = head_dim > 0 and head_dim % 8
+    if kind == "bwd" and unaligned:
+        padded = -(-head_dim // 8) * 8
+        raise ArgumentError(
+            f"--headdim {head_dim}: backward kernels have head dims that are multiples of 8; a call pads "
+            f"{head_dim} columns to {padded}, so give --headdim {padded}"
+        )
+    return KernelSpec(
+        kind,
+        head_dim,
+        dtype,
+        causal,
+        gqa_ratio,
+        alignment=2 if unaligned else 16,
+        deterministic=deterministic and kind == "bwd",
+    )
 
 
 def gpu_at_hand() -> Gpu | None:

@@ -12,7 +12,17 @@ import click
 
 from ..problem import MAX_SEQLEN
 from ..tuning.defaults import MEASURED_TRIALS, PREDICTED_TRIALS, SEQLENS
-from .options import gpu_option, json_option, make_specs, out_option, resolve_gpu, seqlen_options, spec_options
+from .options import (
+    gpu_option,
+    json_option,
+    kind_options,
+    kinds_of,
+    make_specs,
+    out_option,
+    resolve_gpu,
+    seqlen_options,
+    spec_options,
+)
 from .progress import StageProgress
 
 if TYPE_CHECKING:
@@ -49,6 +59,7 @@ def _finite(_ctx: click.Context, _param: click.Parameter, value: float | None) -
 
 
 @click.command("tune")
+@kind_options
 @spec_options(gqa=(1, 8))
 @gpu_option("GPU to tune for. [default: the one found]")
 @click.option(
@@ -96,6 +107,8 @@ def _finite(_ctx: click.Context, _param: click.Parameter, value: float | None) -
 @click.option("--dry-run", is_flag=True, help="Only tell what would be tried first, and how much of it.")
 @json_option
 def command(
+    kind: str,
+    deterministic: bool,
     headdims: tuple[int, ...],
     dtypes: tuple[str, ...],
     causal: bool | None,
@@ -125,10 +138,12 @@ def command(
     Examples:
       fa2gen tune --headdim 128 --gpu a100
       fa2gen tune --headdim 64 --headdim 128 --dtype bf16 --causal --seqlen-q 4096
+      fa2gen tune --headdim 128 --kind both
       fa2gen tune --headdim 128 --buckets 2048,1x8192 --gpu a100 --dry-run
     """
     context = click.get_current_context()
-    specs = make_specs(headdims, dtypes, causal, gqa_ratios)
+    kinds = kinds_of(kind, deterministic=deterministic)
+    specs = make_specs(headdims, dtypes, causal, gqa_ratios, kinds, deterministic=deterministic)
     if seqlen_k is not None and seqlen_q is None:
         raise click.UsageError("--seqlen-k needs --seqlen-q", context)
     if buckets is not None and seqlen_q is not None:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from ..spec import FwdConfig
+    from ..spec import Config
     from ..tables import TunedEntry
     from ..tuning.plan import Plan, PlannedRequest
     from ..tuning.session import TuneReport
@@ -202,7 +202,7 @@ def show_plan(plan: Plan) -> None:
     line(_estimate(plan))
 
 
-def _first(row: PlannedRequest) -> list[tuple[str, FwdConfig]]:
+def _first(row: PlannedRequest) -> list[tuple[str, Config]]:
     """What comes first, in order, each with the reason."""
     first = [("default", row.default)]
     if row.incumbent is not None:

@@ -14,13 +14,15 @@ from ..constraints import default_config, infeasible_reason
 from ..errors import ArgumentError, EmulatorError, InfeasibleError, LaunchError
 from ..hardware import Gpu, arch_limits
 from ..problem import Problem
-from ..spec import FwdConfig, KernelSpec
+from ..spec import BwdConfig, Config, FwdConfig, KernelSpec
 from .options import (
     config_option,
     given,
     gpu_at_hand,
     gpu_option,
     json_option,
+    kind_options,
+    kinds_of,
     make_specs,
     parse_config,
     resolve_gpu,
@@ -30,7 +32,7 @@ from .options import (
 from .progress import StageProgress
 
 if TYPE_CHECKING:
-    from ..gate import GateCase, Runner
+    from ..gate import BackwardRunner, GateCase, GateReport, Runner
 
 
 @dataclass(frozen=True)
@@ -46,13 +48,14 @@ class _Event:
 @dataclass(frozen=True)
 class _Verdict:
     spec: KernelSpec
-    config: FwdConfig
+    config: Config
     chosen: str
     passed: bool
     text: str
 
 
 @click.command("verify")
+@kind_options
 @spec_options(gqa=(1,))
 @gpu_option("GPU whose tuned configs are checked. [default: the one found, else none: the default config]")
 @seqlen_options(None)
@@ -73,6 +76,8 @@ class _Verdict:
 @config_option("check")
 @json_option
 def command(
+    kind: str,
+    deterministic: bool,
     headdims: tuple[int, ...],
     dtypes: tuple[str, ...],
     causal: bool | None,
@@ -85,22 +90,24 @@ def command(
     config: str,
     as_json: bool,
 ) -> int:
-    """Run kernels and compare every row with attention in float64.
+    """Run kernels and compare every row with attention in float64: outputs, or of a backward gradients.
 
     Without lengths the cases are the ones a config must pass before it enters a table: sizes at tile edges, empty rows,
     one key that holds all the weight, scores that grow, views into memory filled with NaN. With lengths, the same kinds
     of data at those lengths. The emulator also reports races, missing waits, uninitialised reads and deadlocks.
 
     \b
-    Example:
+    Examples:
       fa2gen verify --headdim 64 --causal --seqlen-q 113 --seqlen-k 203 --dtype bf16 --backend emulator
+      fa2gen verify --headdim 64 --kind bwd --deterministic --seqlen-q 113
     """
-    specs = make_specs(headdims, dtypes, causal, gqa_ratios)
+    kinds = kinds_of(kind, deterministic=deterministic)
+    specs = make_specs(headdims, dtypes, causal, gqa_ratios, kinds, deterministic=deterministic)
     if seqlen_k is not None and seqlen_q is None:
         raise click.UsageError("--seqlen-k needs --seqlen-q", click.get_current_context())
     if seqlen_q is not None and given("budget"):
         raise click.UsageError("--budget is for the cases without --seqlen-q", click.get_current_context())
-    parsed = parse_config(config)
+    parsed = parse_config(config, kind)
     lengths = None if seqlen_q is None else (seqlen_q, seqlen_q if seqlen_k is None else seqlen_k)
     backend = _resolve_backend(backend)
     gpu = resolve_gpu(gpu_name) if gpu_name is not None else gpu_at_hand()
@@ -136,9 +143,9 @@ def _resolve_backend(name: str) -> str:
 
 
 def _choose_config(
-    spec: KernelSpec, gpu: Gpu | None, lengths: tuple[int, int] | None, asked: FwdConfig | Literal["tuned", "default"]
-) -> tuple[FwdConfig, str]:
-    if isinstance(asked, FwdConfig):
+    spec: KernelSpec, gpu: Gpu | None, lengths: tuple[int, int] | None, asked: Config | Literal["tuned", "default"]
+) -> tuple[Config, str]:
+    if not isinstance(asked, str):
         # Without a GPU it has to run on the one that grants a block most.
         title, arch = (gpu.title, gpu.arch) if gpu is not None else ("any GPU", arch_limits((9, 0)))
         if reason := infeasible_reason(spec, asked, arch):
@@ -157,16 +164,21 @@ def _choose_config(
 
 def _verify(
     spec: KernelSpec,
-    config: FwdConfig,
+    config: Config,
     chosen: str,
     backend: str,
     lengths: tuple[int, int] | None,
     budget: str,
     on_event: Callable[[Any], None],
 ) -> _Verdict:
-    from ..gate import forward_cases, run_gate
+    from ..gate import backward_cases, forward_cases
 
-    cases = forward_cases(spec, config, budget=budget) if lengths is None else _cases_at(spec, config, *lengths)
+    if lengths is not None:
+        cases = _cases_at(spec, config, *lengths)
+    elif isinstance(config, BwdConfig):
+        cases = backward_cases(spec, config, budget=budget)
+    else:
+        cases = forward_cases(spec, config, budget=budget)
 
     def reported() -> Iterator[GateCase]:
         for done, case in enumerate(cases):
@@ -174,18 +186,29 @@ def _verify(
             yield case
         on_event(_Event(spec.slug(), len(cases), len(cases), ""))
 
-    runner, device = _runner(spec, config, backend)
     try:
-        report = run_gate(spec, config, runner, reported(), device=device)
+        report = _run_gate(spec, config, backend, reported())
     except EmulatorError as error:
         return _Verdict(spec, config, chosen, False, str(error))
     return _Verdict(spec, config, chosen, report.passed, report.text)
 
 
-def _cases_at(spec: KernelSpec, config: FwdConfig, seqlen_q: int, seqlen_k: int) -> Sequence[GateCase]:
+def _run_gate(spec: KernelSpec, config: Config, backend: str, cases: Iterator[GateCase]) -> GateReport:
+    from ..gate import run_backward_gate, run_gate
+
+    device = "cpu" if backend == "emulator" else "cuda"
+    if isinstance(config, BwdConfig):
+        return run_backward_gate(spec, config, _backward_runner(spec, config, backend), cases, device=device)
+    return run_gate(spec, config, _runner(spec, config, backend), cases, device=device)
+
+
+def _cases_at(spec: KernelSpec, config: Config, seqlen_q: int, seqlen_k: int) -> Sequence[GateCase]:
     """The gate's kinds of data at one pair of lengths, in its three layouts."""
     from ..gate import GateCase
 
+    if spec.kind == "bwd" and 0 in (seqlen_q, seqlen_k):
+        raise ArgumentError(f"{seqlen_q} queries and {seqlen_k} keys have gradients of zero: no kernel runs")
+    step = config.block_n if isinstance(config, BwdConfig) else config.step_n
     # Two key/value heads show a wrong head stride; a large group has enough query heads with one.
     heads_k = 2 if spec.gqa_ratio <= 2 else 1
     problem = Problem(1, seqlen_q, seqlen_k, heads_k * spec.gqa_ratio, heads_k)
@@ -195,22 +218,24 @@ def _cases_at(spec: KernelSpec, config: FwdConfig, seqlen_q: int, seqlen_k: int)
         ("normal", 1.0, 1, "contiguous"),
         ("normal", 60.0, 1, "padded"),
         ("walk", 1.0, 1, "heads_first"),
-        ("growing", 8.0, config.step_n, "contiguous"),
-        ("falling", 8.0, config.step_n, "padded"),
+        ("growing", 8.0, step, "contiguous"),
+        ("falling", 8.0, step, "padded"),
         ("spike_last", 200.0, 1, "heads_first"),
     )
     if seqlen_k == 0:
         kinds = kinds[:1]
     return [
-        GateCase(problem, data, scale, amount, period, layout=layout, seed=seed)
+        GateCase(
+            problem, data, scale, amount, period, layout=layout, seed=seed, dlse=spec.kind == "bwd" and seed % 2 == 0
+        )
         for seed, (data, amount, period, layout) in enumerate(kinds)
     ]
 
 
 def _require_memory(spec: KernelSpec, problem: Problem) -> None:
-    """The reference keeps all tensors in float64, some of them twice, beside the kernel's own."""
+    """The reference keeps all tensors in float64, some of them twice, beside the kernel's own; a backward's more."""
     tensors = problem.num_heads_q * problem.seqlen_q + problem.num_heads_k * problem.seqlen_k
-    needed = 4 * 8 * problem.batch * tensors * spec.head_dim
+    needed = (4 if spec.kind == "fwd" else 10) * 8 * problem.batch * tensors * spec.head_dim
     present = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if needed > present:
         raise ArgumentError(
@@ -219,7 +244,7 @@ def _require_memory(spec: KernelSpec, problem: Problem) -> None:
         )
 
 
-def _runner(spec: KernelSpec, config: FwdConfig, backend: str) -> tuple[Runner, str]:
+def _runner(spec: KernelSpec, config: FwdConfig, backend: str) -> Runner:
     if backend == "emulator":
         from ..emulator.forward import run_forward
 
@@ -227,7 +252,7 @@ def _runner(spec: KernelSpec, config: FwdConfig, backend: str) -> tuple[Runner, 
             out, lse, _ = run_forward(spec, config, q, k, v, softmax_scale=softmax_scale)
             return out, lse
 
-        return emulate, "cpu"
+        return emulate
     from ..runtime import attention
 
     def launch(q: Any, k: Any, v: Any, softmax_scale: float) -> Any:
@@ -235,7 +260,26 @@ def _runner(spec: KernelSpec, config: FwdConfig, backend: str) -> tuple[Runner, 
             q, k, v, causal=spec.causal, softmax_scale=softmax_scale, return_lse=True, backend="cuda", config=config
         )
 
-    return launch, "cuda"
+    return launch
+
+
+def _backward_runner(spec: KernelSpec, config: BwdConfig, backend: str) -> BackwardRunner:
+    if backend == "emulator":
+        from ..emulator.backward import run_backward
+
+        def emulate(q: Any, k: Any, v: Any, out: Any, lse: Any, do: Any, dlse: Any, softmax_scale: float) -> Any:
+            dq, dk, dv, _ = run_backward(spec, config, q, k, v, out, lse, do, softmax_scale=softmax_scale, dlse=dlse)
+            return dq, dk, dv
+
+        return emulate
+    from ..runtime.backward import gradients
+    from ..runtime.plan import gradient_options
+
+    def launch(q: Any, k: Any, v: Any, out: Any, lse: Any, do: Any, dlse: Any, softmax_scale: float) -> Any:
+        options = gradient_options(spec.causal, softmax_scale, spec.deterministic, "cuda", config)
+        return gradients(options, do, dlse, q, k, v, out, lse)
+
+    return launch
 
 
 def _as_json(verdict: _Verdict) -> dict[str, Any]:

@@ -51,6 +51,8 @@ def default_requests(
     sizes: Sequence[tuple[int, int]] | None = None,
     tokens: int = 16384,
     hidden: int = 2048,
+    kind: str = "fwd",
+    deterministic: bool = False,
 ) -> tuple[TuneRequest, ...]:
     """The usual set: every kernel of a head dim, each for several lengths at a fixed number of tokens.
 
@@ -59,20 +61,21 @@ def default_requests(
     Args:
         head_dim, dtypes, causal, gqa_ratios: The kernels.
         sizes: Query and key lengths; the batch is ``tokens // max(...)``. Default: ``SIZES``, and for grouped heads
-            ``GROUPED_SIZES`` and decoding: one query against 4,096 keys in 16 times the tokens, so many sequences that
-            it pays to pack the heads of a group.
+            ``GROUPED_SIZES`` and, forward, decoding: one query against 4,096 keys in 16 times the tokens, so many
+            sequences that it pays to pack the heads of a group.
         tokens: batch times the larger of the lengths.
         hidden: Query heads times head_dim, about: heads are rounded to whole groups.
+        kind, deterministic: Of the kernels; a backward's head_dim is a multiple of 8.
     """
     requests = []
     for dtype in dtypes:
         for mask in causal:
             for ratio in gqa_ratios:
-                alignment = 16 if head_dim % 8 == 0 else 2
-                spec = KernelSpec("fwd", head_dim, dtype, mask, ratio, alignment)
+                alignment = 2 if head_dim % 8 and kind == "fwd" else 16
+                spec = KernelSpec(kind, head_dim, dtype, mask, ratio, alignment, deterministic)
                 pairs = sizes if sizes is not None else SIZES if ratio == 1 else GROUPED_SIZES
                 problems = [usual_problem(spec, *pair, tokens=tokens, hidden=hidden) for pair in pairs]
-                if sizes is None and ratio > 1:
+                if sizes is None and ratio > 1 and kind == "fwd":
                     problems.append(usual_problem(spec, 1, 4096, tokens=16 * tokens, hidden=hidden))
                 requests += [TuneRequest(spec, problem) for problem in problems]
     return tuple(requests)
