@@ -4,11 +4,25 @@
 // dV += P^T dO and dK += dS^T Q as they stand in registers. dQ = dS K takes dS from shared memory, transposed on the
 // way.
 
-// With two roles, one half of the warps works on dV and the other on dK of the same keys.
-FUNC int warp_role() { return kRoles == 1 ? 0 : threadIdx.x / (kThreads / 2); }
-FUNC int warp_in_role() { return threadIdx.x / 32 % (kNumWarps / kRoles); }
-FUNC int warp_n() { return warp_in_role() / kWarpsD; }  // which keys are this warp's
-FUNC int warp_d() { return warp_in_role() % kWarpsD; }  // which queries of a step, and which columns of dV and dK
+// What a warp works on. With two roles, one half of the warps computes dV and the other dK of the same keys; of one
+// role, kWarpsD warps share keys.
+struct WarpPlace {
+  int index;  // in the block
+  int role;
+  int in_role;  // in its role's half
+  int n;  // which keys
+  int d;  // which queries of a step, and which columns of dV and dK
+};
+
+FUNC WarpPlace warp_place() {
+  WarpPlace place;
+  place.index = uniform(threadIdx.x / 32);
+  place.role = place.index / (kNumWarps / kRoles);
+  place.in_role = place.index % (kNumWarps / kRoles);
+  place.n = place.in_role / kWarpsD;
+  place.d = place.in_role % kWarpsD;
+  return place;
+}
 
 constexpr int kTilesN = kWarpKeys / 16;  // m16 tiles of a warp's keys
 constexpr int kWarpQueries = kStepM / kWarpsD;  // queries of a step that a warp multiplies with K and V
@@ -20,12 +34,13 @@ constexpr int kRows16 = 16 * kPanelRowBytes;  // bytes between groups of 16 rows
 constexpr int kPanelM = kBlockM * kPanelRowBytes;  // bytes between the panels of Q and dO
 constexpr int kPanelN = kBlockN * kPanelRowBytes;  // bytes between the panels of K and V
 
-// All warps share dQ of a tile: kDqWarpsM times its rows, the others its columns.
-constexpr int kDqWarpsN = kNumWarps / kDqWarpsM;
+// Warps that share dQ of a tile: kDqWarpsM times its rows, the others its columns.
+constexpr int kDqWarps = kHalfDq ? kNumWarps / 2 : kNumWarps;
+constexpr int kDqWarpsN = kDqWarps / kDqWarpsM;
 constexpr int kDqTilesM = kBlockM / kDqWarpsM / 16;
 constexpr int kDqPairs = kHeadDimPadded / kDqWarpsN / 16;
-FUNC int dq_warp_m() { return threadIdx.x / 32 / kDqWarpsN; }
-FUNC int dq_warp_n() { return threadIdx.x / 32 % kDqWarpsN; }
+
+FUNC int dq_warp(const WarpPlace& place) { return kHalfDq ? place.in_role : place.index; }
 
 // P and dS in shared memory: a row of queries for each key, in panels like those of tile.cuh.
 constexpr int kRowBytesS = kBlockM >= 64 ? 128 : 64;
@@ -205,19 +220,18 @@ FUNC void load_dq_fragments(u32 (&frag)[kDqTilesM][4], u32 lane_ds, int k) {
   for (int i = 0; i < kDqTilesM; i++) ldmatrix_x4_trans(frag[i], (lane_ds ^ (i * 32)) + k * 16 * kRowBytesS);
 }
 
-FUNC void load_dq_key_fragment(u32 (&frag)[4], u32 lane_k, int at) {
-  ldmatrix_x4_trans(frag,
-                    pair_address<kPanelN>(lane_k, dq_warp_n() * kDqPairs + at % kDqPairs) + at / kDqPairs * kRows16);
+FUNC void load_dq_key_fragment(u32 (&frag)[4], u32 lane_k, int first_pair, int at) {
+  ldmatrix_x4_trans(frag, pair_address<kPanelN>(lane_k, first_pair + at % kDqPairs) + at / kDqPairs * kRows16);
 }
 
 // One k16 step (16 keys) of acc_dq = dS K; the first sets acc_dq, the others add.
 template <bool kFirst>
 FUNC void gemm_dq_step(DqTile& acc_dq, const u32 (&frag_a)[kDqTilesM][4], u32 (&frag_k)[kBuffers][4], u32 lane_k,
-                       int k) {
+                       int first_pair, int k) {
 #pragma unroll
   for (int pair = 0; pair < kDqPairs; pair++) {
     const int current = k * kDqPairs + pair, next = current + kAhead;
-    if (next < kBlockN / 16 * kDqPairs) load_dq_key_fragment(frag_k[next % kBuffers], lane_k, next);
+    if (next < kBlockN / 16 * kDqPairs) load_dq_key_fragment(frag_k[next % kBuffers], lane_k, first_pair, next);
     const u32(&b)[4] = frag_k[current % kBuffers];
 #pragma unroll
     for (int i = 0; i < kDqTilesM; i++) {
@@ -233,19 +247,19 @@ FUNC void gemm_dq_step(DqTile& acc_dq, const u32 (&frag_a)[kDqTilesM][4], u32 (&
 }
 
 // acc_dq = dS K: this warp's rows and columns, all keys of the block.
-FUNC void gemm_dq(DqTile& acc_dq, u32 lane_ds, u32 lane_k) {
+FUNC void gemm_dq(DqTile& acc_dq, u32 lane_ds, u32 lane_k, int first_pair) {
   lane_ds = opaque(lane_ds);
   lane_k = opaque(lane_k);
   u32 frag_a[2][kDqTilesM][4], frag_k[kBuffers][4];
   load_dq_fragments(frag_a[0], lane_ds, 0);
 #pragma unroll
-  for (int at = 0; at < kAhead; at++) load_dq_key_fragment(frag_k[at], lane_k, at);
+  for (int at = 0; at < kAhead; at++) load_dq_key_fragment(frag_k[at], lane_k, first_pair, at);
 #pragma unroll
   for (int k = 0; k < kBlockN / 16; k++) {
     if (k + 1 < kBlockN / 16) load_dq_fragments(frag_a[(k + 1) % 2], lane_ds, k + 1);
     if (k == 0)
-      gemm_dq_step<true>(acc_dq, frag_a[k % 2], frag_k, lane_k, k);
+      gemm_dq_step<true>(acc_dq, frag_a[k % 2], frag_k, lane_k, first_pair, k);
     else
-      gemm_dq_step<false>(acc_dq, frag_a[k % 2], frag_k, lane_k, k);
+      gemm_dq_step<false>(acc_dq, frag_a[k % 2], frag_k, lane_k, first_pair, k);
   }
 }

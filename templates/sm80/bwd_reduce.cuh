@@ -28,20 +28,22 @@ struct DqWork {
   int n_block;
 };
 
-FUNC void add_dq(const DqWork& work, const BwdParams& p) {
+FUNC void add_dq(const DqWork& work, const WarpPlace& place, const BwdParams& p) {
+  const int warp_m = dq_warp(place) / kDqWarpsN, warp_n = dq_warp(place) % kDqWarpsN;
   DqTile acc_dq;
-  gemm_dq(acc_dq, work.lane_ds, work.lane_k);
-  const i64 row_16 = i64(work.row_tile) * (kBlockM / 16) + dq_warp_m() * kDqTilesM;
-  const int column_tile = dq_warp_n() * (2 * kDqPairs);
+  gemm_dq(acc_dq, work.lane_ds, work.lane_k, warp_n * kDqPairs);
+  const int column_tile = warp_n * (2 * kDqPairs);
+  const gptr<float> sums =
+      p.dq_accum + tile_offset(i64(work.row_tile) * (kBlockM / 16) + warp_m * kDqTilesM, column_tile);
   if constexpr (kDeterministic) {
     // A warp's part of the tile has a semaphore: the number of key blocks that have added to it.
-    const gptr<u32> semaphore = p.semaphores + (i64(work.row_tile) * kNumWarps + threadIdx.x / 32);
+    const gptr<u32> semaphore = p.semaphores + (i64(work.row_tile) * kNumWarps + place.index);
     if (threadIdx.x % 32 == 0) wait_until_equal(semaphore, work.n_block);
     sync_warp();
-    add_tiles(p.dq_accum + tile_offset(row_16, column_tile), acc_dq, column_tile);
+    add_tiles(sums, acc_dq, column_tile);
     sync_warp();
     if (threadIdx.x % 32 == 0) release_add(semaphore, 1);
   } else {
-    add_tiles(p.dq_accum + tile_offset(row_16, column_tile), acc_dq, column_tile);
+    add_tiles(sums, acc_dq, column_tile);
   }
 }

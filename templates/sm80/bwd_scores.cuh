@@ -67,10 +67,10 @@ FUNC void score_gradients_packed(ScoreTile& acc_dp, const ScoreFragments& frag_p
 }
 
 // Where a lane puts its first pair of P or dS into a tile of shared memory, and finds it again.
-FUNC u32 lane_scores(u32 tile) {
-  const int lane = threadIdx.x % 32, chunk = warp_d() * (kWarpQueries / 8);
-  return tile + chunk / kChunksS * kPanelS +
-         swizzled_row<kRowBytesS>(warp_n() * kWarpKeys + lane / 4, chunk % kChunksS) + lane % 4 * 4;
+FUNC u32 lane_scores(u32 tile, const WarpPlace& place) {
+  const int lane = threadIdx.x % 32, chunk = place.d * (kWarpQueries / 8);
+  return tile + swizzled_row<kRowBytesS>(lane / 4, chunk % kChunksS) + lane % 4 * 4 + chunk / kChunksS * kPanelS +
+         place.n * (kWarpKeys * kRowBytesS);
 }
 
 // Lane address for ldmatrix of a tile of P or dS: keys as rows of the A operand, in dV += P^T dO and dK += dS^T Q.
@@ -79,11 +79,11 @@ FUNC u32 lane_score_rows(u32 tile) {
   return tile + swizzled_row<kRowBytesS>(lane % 16, lane / 16);
 }
 
-// Likewise, transposed: this warp's queries as rows of the A operand, in dQ = dS K.
-FUNC u32 lane_dq_scores(u32 tile) {
+// Likewise, transposed: a warp's queries as rows of the A operand, in dQ = dS K.
+FUNC u32 lane_dq_scores(u32 tile, int dq_warp_m) {
   const int lane = threadIdx.x % 32;
-  const int chunk = dq_warp_m() * (2 * kDqTilesM) + lane / 8 % 2;
-  return tile + chunk / kChunksS * kPanelS + swizzled_row<kRowBytesS>(lane % 8 + lane / 16 * 8, chunk % kChunksS);
+  const int chunk = dq_warp_m * (2 * kDqTilesM) + lane / 8 % 2;
+  return tile + swizzled_row<kRowBytesS>(lane % 8 + lane / 16 * 8, chunk % kChunksS) + chunk / kChunksS * kPanelS;
 }
 
 // Byte address of register j of fragment [k][i] of step `step`.
@@ -111,8 +111,8 @@ FUNC void load_scores(ScoreFragments& frag, u32 lane, int step) {
 }
 
 // From a warp of one role to its partner of the other, lane by lane: P in the order of the fragments.
-FUNC u32 lane_hand_over(u32 tile_p) {
-  return tile_p + (warp_in_role() * (kStepsS * kTilesN) * 32 + threadIdx.x % 32) * 16;
+FUNC u32 lane_hand_over(u32 tile_p, const WarpPlace& place) {
+  return tile_p + threadIdx.x % 32 * 16 + place.in_role * (kStepsS * kTilesN * 512);
 }
 
 FUNC void hand_over(u32 lane, const ScoreFragments& frag) {
@@ -134,4 +134,11 @@ FUNC void take_over(ScoreFragments& frag, u32 lane) {
       frag[k][i][2] = four.z;
       frag[k][i][3] = four.w;
     }
+}
+
+// Named barriers of two warps: P is there for the second role; what two warps that share keys have put together is
+// whole.
+FUNC int partner_barrier(const WarpPlace& place) { return 1 + place.in_role; }
+FUNC int pair_barrier(const WarpPlace& place) {
+  return 1 + (kRoles == 2 ? kNumWarps / 2 : 0) + place.role * (kNumWarps / kRoles / kWarpsD) + place.n;
 }

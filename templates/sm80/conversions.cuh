@@ -23,3 +23,10 @@ FUNC float unpack_high<fp16>(u32 pair) {
   asm("{ .reg .b16 lo, hi; mov.b32 {lo, hi}, %1; cvt.f32.f16 %0, hi; }" : "=f"(y) : "r"(pair));
   return y;
 }
+
+// A value that all lanes of a warp have, as the compiler then knows: it keeps one for the warp, not one for each lane.
+FUNC int uniform(int x) {
+  int y;
+  asm volatile("shfl.sync.idx.b32 %0, %1, 0, 0x1f, 0xffffffff;" : "=r"(y) : "r"(x));
+  return y;
+}
