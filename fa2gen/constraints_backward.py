@@ -56,16 +56,11 @@ def dq_warps_m(spec: KernelSpec, config: BwdConfig) -> int | None:
 
     A warp of 32 x 32 loads a fragment for every two products, one of 16 x 64 five for every eight.
     """
-    pairs, warps = spec.native_head_dim // 16, dq_warps(config)
+    pairs = spec.native_head_dim // 16
     for warps_m in (config.block_m // 32, config.block_m // 16):
-        if warps_m and warps % warps_m == 0 and pairs % (warps // warps_m) == 0:
+        if warps_m and config.num_warps % warps_m == 0 and pairs % (config.num_warps // warps_m) == 0:
             return warps_m
     return None
-
-
-def dq_warps(config: BwdConfig) -> int:
-    """Warps that share dQ of a tile."""
-    return config.num_warps // 2 if config.half_dq else config.num_warps
 
 
 def estimate_registers(spec: KernelSpec, config: BwdConfig) -> int:
@@ -76,7 +71,7 @@ def estimate_registers(spec: KernelSpec, config: BwdConfig) -> int:
     # With one role P and dP are there together; a large P is packed first.
     held = scores * config.roles % 2 * min(scores, 16 + scores // 4)
     kept = (3 - config.roles) * keys * width // 64 if config.kv_in_regs else 0
-    dq = config.block_m * width // dq_warps(config) // 32
+    dq = config.block_m * width // config.num_warps // 32
     return gradients + kept + max(scores + held, dq)
 
 
@@ -107,8 +102,6 @@ def config_reason(config: BwdConfig) -> str | None:
         return f"ds_stages {config.ds_stages} is above 2"
     if config.ds_stages == 2 and config.num_stages < 2:
         return "ds_stages 2 needs num_stages 2: otherwise a tile needs its second barrier anyway"
-    if config.half_dq and (config.roles < 2 or config.ds_stages < 2):
-        return "half_dq needs roles 2 and ds_stages 2: the second role computes dQ of the tile before"
     if config.warps_d > 1 and config.num_warps > 8:
         return f"warps_d {config.warps_d} of {config.num_warps} warps: there are too few named barriers"
     if config.kv_in_regs and config.warps_d > 1:
@@ -129,7 +122,7 @@ def shape_reason(spec: KernelSpec, config: BwdConfig, arch: ArchLimits) -> str |
     if spec.native_head_dim // 16 % config.warps_d:
         return f"warps_d {config.warps_d}: head dim {spec.native_head_dim} is not so many times 16 columns"
     if dq_warps_m(spec, config) is None:
-        return f"{dq_warps(config)} warps cannot share dQ of {config.block_m} rows and {spec.native_head_dim} columns"
+        return f"{config.num_warps} warps cannot share dQ of {config.block_m} rows and {spec.native_head_dim} columns"
     if config.split_heads and spec.gqa_ratio == 1:
         return "split_heads splits the query heads of a key/value head, and gqa_ratio is 1"
     if config.split_heads and spec.deterministic:

@@ -292,7 +292,6 @@ class BwdConfig(_Canonical):
         reduction: How dQ is added up in global memory: ``"scalar"``, one float at a time; ``"vector"``, four (sm_90).
         ds_stages: dS tiles in shared memory. With 2, dQ of a tile is computed together with the next tile, and a tile
             costs one barrier of the block instead of two.
-        half_dq: The second of two roles alone computes dQ, of larger tiles a warp, while the first computes P.
         split_heads: The query heads of a group have blocks of their own, which add dK and dV up in float32. Otherwise a
             block walks over all heads of its group.
         min_blocks: Resident blocks per SM that the register budget must allow (``__launch_bounds__``).
@@ -309,7 +308,6 @@ class BwdConfig(_Canonical):
     kv_in_regs: bool = False
     reduction: str = "scalar"
     ds_stages: int = 1
-    half_dq: bool = False
     split_heads: bool = False
     min_blocks: int = 1
 
@@ -320,7 +318,6 @@ class BwdConfig(_Canonical):
         for name in (*self._always[1:], "warps_d", "ds_stages"):
             _require_int(name, getattr(self, name), 1)
         _require_bool("kv_in_regs", self.kv_in_regs)
-        _require_bool("half_dq", self.half_dq)
         _require_bool("split_heads", self.split_heads)
         _require_one_of("reduction", self.reduction, REDUCTIONS)
 
@@ -342,14 +339,14 @@ class BwdConfig(_Canonical):
         """
         match = re.fullmatch(
             r"([a-z0-9]+)_(\d{1,6})x(\d{1,6})s(\d{1,6})_w(\d{1,6})_st(\d{1,6})_r(\d{1,6})_mb(\d{1,6})"
-            r"(?:_wd(\d))?(_kvr)?(_v4)?(?:_ds(\d))?(_hq)?(_sh)?",
+            r"(?:_wd(\d))?(_kvr)?(_v4)?(?:_ds(\d))?(_sh)?",
             slug,
             re.ASCII,
         )
         if match is None:
             raise ArgumentError(f"config must read like {cls().slug()}, got {slug!r}")
         numbers = ("block_m", "block_n", "step_m", "num_warps", "num_stages", "roles", "min_blocks")
-        warps_d, kv_in_regs, vector, ds_stages, half_dq, split_heads = match.groups()[8:]
+        warps_d, kv_in_regs, vector, ds_stages, split_heads = match.groups()[8:]
         return cls(
             family=match[1],
             **{name: int(value) for name, value in zip(numbers, match.groups()[1:8], strict=True)},
@@ -357,7 +354,6 @@ class BwdConfig(_Canonical):
             kv_in_regs=bool(kv_in_regs),
             reduction="vector" if vector else "scalar",
             ds_stages=int(ds_stages or 1),
-            half_dq=bool(half_dq),
             split_heads=bool(split_heads),
         )
 
@@ -367,8 +363,7 @@ class BwdConfig(_Canonical):
             f"{self.family}_{self.block_m}x{self.block_n}s{self.step_m}_w{self.num_warps}_st{self.num_stages}"
             f"_r{self.roles}_mb{self.min_blocks}{f'_wd{self.warps_d}' if self.warps_d > 1 else ''}"
             f"{'_kvr' if self.kv_in_regs else ''}{'_v4' if self.reduction == 'vector' else ''}"
-            f"{f'_ds{self.ds_stages}' if self.ds_stages > 1 else ''}{'_hq' if self.half_dq else ''}"
-            f"{'_sh' if self.split_heads else ''}"
+            f"{f'_ds{self.ds_stages}' if self.ds_stages > 1 else ''}{'_sh' if self.split_heads else ''}"
         )
 
 

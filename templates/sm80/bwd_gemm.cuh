@@ -35,12 +35,9 @@ constexpr int kPanelM = kBlockM * kPanelRowBytes;  // bytes between the panels o
 constexpr int kPanelN = kBlockN * kPanelRowBytes;  // bytes between the panels of K and V
 
 // Warps that share dQ of a tile: kDqWarpsM times its rows, the others its columns.
-constexpr int kDqWarps = kHalfDq ? kNumWarps / 2 : kNumWarps;
-constexpr int kDqWarpsN = kDqWarps / kDqWarpsM;
+constexpr int kDqWarpsN = kNumWarps / kDqWarpsM;
 constexpr int kDqTilesM = kBlockM / kDqWarpsM / 16;
 constexpr int kDqPairs = kHeadDimPadded / kDqWarpsN / 16;
-
-FUNC int dq_warp(const WarpPlace& place) { return kHalfDq ? place.in_role : place.index; }
 
 // P and dS in shared memory: a row of queries for each key, in panels like those of tile.cuh.
 constexpr int kRowBytesS = kBlockM >= 64 ? 128 : 64;
@@ -88,7 +85,7 @@ FUNC void load_all_key_fragments(KeyFragments& frag_k, u32 lane_k) {
 
 // B fragments are loaded kAhead before their use, A fragments a k step before: a warp shares its scheduler with one or
 // two others, which cannot hide the latency of shared memory by themselves.
-constexpr int kAhead = 2;
+constexpr int kAhead = kRoles == 1 ? 1 : 2;
 constexpr int kBuffers = kAhead + 1;
 
 // B fragment number `at` of K Q^T: k step by k step, pair by pair of n8 tiles (16 queries).

@@ -29,7 +29,7 @@ struct DqWork {
 };
 
 FUNC void add_dq(const DqWork& work, const WarpPlace& place, const BwdParams& p) {
-  const int warp_m = dq_warp(place) / kDqWarpsN, warp_n = dq_warp(place) % kDqWarpsN;
+  const int warp_m = place.index / kDqWarpsN, warp_n = place.index % kDqWarpsN;
   DqTile acc_dq;
   gemm_dq(acc_dq, work.lane_ds, work.lane_k, warp_n * kDqPairs);
   const int column_tile = warp_n * (2 * kDqPairs);
