@@ -12,9 +12,8 @@ from fa2gen.spec import BwdConfig, KernelSpec
 
 from .grid import Grid, Value, promise_reason, same_budget_reason
 
-# num_stages, ds_stages and half_dq: a second tile of dS is for those that prefetch, and dQ by half of the warps for
-# those that have one.
-_STAGES = {"1": (1, 1, False), "2": (2, 1, False), "2 ds": (2, 2, False), "2 ds half": (2, 2, True)}
+# num_stages and ds_stages: a second tile of dS is for those that prefetch.
+_STAGES = {"1": (1, 1), "2": (2, 1), "2 ds": (2, 2)}
 
 _VALUES: dict[str, tuple[Value, ...]] = {
     "block_m": (32, 64, 128),
@@ -37,7 +36,7 @@ def _config_of(params: Mapping[str, Value]) -> BwdConfig | None:
     block_m, divisor = int(params["block_m"]), int(params["step_divisor"])
     if block_m % (16 * divisor):
         return None
-    num_stages, ds_stages, half_dq = _STAGES[str(params["stages"])]
+    num_stages, ds_stages = _STAGES[str(params["stages"])]
     return BwdConfig(
         block_m=block_m,
         block_n=int(params["block_n"]),
@@ -49,7 +48,6 @@ def _config_of(params: Mapping[str, Value]) -> BwdConfig | None:
         kv_in_regs=bool(params["kv_in_regs"]),
         reduction=str(params["reduction"]),
         ds_stages=ds_stages,
-        half_dq=half_dq,
         split_heads=bool(params["split_heads"]),
         min_blocks=int(params["min_blocks"]),
     )
@@ -61,7 +59,7 @@ def _params_of(config: BwdConfig) -> dict[str, Value]:
         "block_n": config.block_n,
         "step_divisor": config.block_m // config.step_m,
         "num_warps": config.num_warps,
-        "stages": f"{config.num_stages}{' ds' if config.ds_stages > 1 else ''}{' half' if config.half_dq else ''}",
+        "stages": f"{config.num_stages}{' ds' if config.ds_stages > 1 else ''}",
         "roles": config.roles,
         "warps_d": config.warps_d,
         "kv_in_regs": config.kv_in_regs,
