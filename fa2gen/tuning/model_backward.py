@@ -14,7 +14,7 @@ import math
 from dataclasses import dataclass
 
 from fa2gen.constraints import estimate_registers, smem_bytes
-from fa2gen.constraints_backward import dq_warps, dq_warps_m
+from fa2gen.constraints_backward import dq_warps_m
 from fa2gen.hardware import ArchLimits, Gpu, occupancy
 from fa2gen.problem import Problem
 from fa2gen.roofline import tile_work
@@ -89,11 +89,11 @@ def count_tile(spec: KernelSpec, config: BwdConfig) -> _Tile:
     ldmatrix = products * steps * k_steps * (queries + (0 if config.kv_in_regs else keys))
     mma += products * block_m / 16 * 2 * pairs * keys
     ldmatrix += products * block_m / 16 * (pairs + (keys if shared > 1 else 0))
-    # dQ: all warps share its rows and columns, or those of one role, one of two on every scheduler.
-    warps, warps_m = dq_warps(config), dq_warps_m(spec, config) or 1
-    rows, columns, share = block_m // warps_m // 16, width // (warps // warps_m) // 16, warps / config.num_warps
-    mma += share * config.block_n / 16 * rows * 2 * columns
-    ldmatrix += share * config.block_n / 16 * (rows + columns)
+    # dQ: all warps share its rows and columns.
+    warps_m = dq_warps_m(spec, config) or 1
+    rows, columns = block_m // warps_m // 16, width // (config.num_warps // warps_m) // 16
+    mma += config.block_n / 16 * rows * 2 * columns
+    ldmatrix += config.block_n / 16 * (rows + columns)
     # Four of a lane for each m16 x n8 tile of S^T; with two roles half of the warps have P, the others dS.
     scores = steps * keys * 2 * queries * 4 / config.roles
     handed = scores / 2 if config.roles * shared > 1 else 0.0  # P, in pairs of a lane
@@ -105,7 +105,7 @@ def count_tile(spec: KernelSpec, config: BwdConfig) -> _Tile:
         stores=scores / 2 + handed,
         loads=2 * steps * queries * 2 + (handed if config.roles == 2 else 0.0),
         copies=2 * block_m * width * 2 / (512 * config.num_warps),
-        additions=share * rows * 2 * columns * (1 if config.reduction == "vector" else 4),
+        additions=rows * 2 * columns * (1 if config.reduction == "vector" else 4),
         barriers=barriers,
     )
 
