@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from fa2gen.gate import check_forward
+from fa2gen.gate import check_backward, check_forward
 from fa2gen.gate.rule import UNIT_ROUNDOFF
 
 from .cells import Cell
@@ -17,6 +18,7 @@ from .cells import Cell
 PEER_ALLOWANCE = 4.0
 # Two right results, each some roundoffs from the exact one: this many between them, of the row's largest element.
 _BETWEEN = 16
+_GRADIENTS = ("dq", "dk", "dv")
 # Elements of one comparison in float32: 256 MB.
 _CHUNK_ELEMENTS = 1 << 26
 
@@ -56,14 +58,59 @@ def reference_error(out: Tensor, q: Tensor, k: Tensor, v: Tensor, cell: Cell, al
     return ""
 
 
-def peer_error(out: Tensor, own: Tensor) -> str:
+def gradient_error(grads: Sequence[Tensor], inputs: Sequence[Tensor], cell: Cell, allowance: float = 1.0) -> str:
+    """Compares gradients with the float64 reference by the gate's rule: what is wrong, or ``""``.
+
+    All rows count, of the first key/value head of the first sequence and of the last of the last one, and of all query
+    heads that read it.
+
+    Args:
+        grads: dq, dk, dv; (batch, seqlen, heads, head_dim).
+        inputs: q, k, v and the output's gradient, likewise.
+        allowance: Times the rule's limit that an error may reach.
+    """
+    for name, grad, like in zip(_GRADIENTS, grads, inputs, strict=False):
+        if grad.shape != like.shape or grad.dtype != like.dtype:
+            return f"its {name} is {tuple(grad.shape)} {grad.dtype}, not {tuple(like.shape)} {like.dtype}"
+    p, group = cell.problem, cell.spec.gqa_ratio
+    for batch, head in sorted({(0, 0), (p.batch - 1, p.num_heads_k - 1)}):
+        at_q = slice(batch, batch + 1), slice(None), slice(head * group, (head + 1) * group)
+        at_k = slice(batch, batch + 1), slice(None), slice(head, head + 1)
+        dq, dk, dv = (x[at] for x, at in zip(grads, (at_q, at_k, at_k), strict=True))
+        q, k, v, do = (x[at] for x, at in zip(inputs, (at_q, at_k, at_k, at_q), strict=True))
+        report = check_backward((dq, dk, dv), q, k, v, do, causal=cell.spec.causal)
+        if report.worst > allowance:
+            return (
+                f"they are not attention's gradients: off by {report.worst:.3g} times what the tolerance rule allows, "
+                f"at {report.where} of sequence {batch}, query heads from {head * group}"
+            )
+    return ""
+
+
+def peer_gradient_error(grads: Sequence[Tensor], own: Sequence[Tensor]) -> str:
+    """Compares every row of a peer's gradients with fa2gen's: what is wrong, or ``""``.
+
+    Args:
+        grads, own: dq, dk, dv; (batch, seqlen, heads, head_dim), 16 bits.
+    """
+    for name, theirs, ours in zip(_GRADIENTS, grads, own, strict=True):
+        # A row whose terms cancel (a query that sees one key) is nothing but their rounding, as large as that of the
+        # largest rows.
+        wrong = peer_error(theirs, ours, of_largest=True)
+        if wrong:
+            return f"{name}: {wrong}"
+    return ""
+
+
+def peer_error(out: Tensor, own: Tensor, *, of_largest: bool = False) -> str:
     """Compares every row of a peer's output with fa2gen's: what is wrong, or ``""``.
 
     Args:
         out, own: (batch, seqlen, heads, head_dim), 16 bits.
+        of_largest: An error is measured by the largest row of its head, not by an average one.
     """
     if out.shape != own.shape or out.dtype != own.dtype:
-        return f"its output is {tuple(out.shape)} {out.dtype}, not {tuple(own.shape)} {own.dtype}"
+        return f"it is {tuple(out.shape)} {out.dtype}, not {tuple(own.shape)} {own.dtype}"
     per_sequence = own[0].numel()
     step = max(1, _CHUNK_ELEMENTS // max(1, per_sequence))
     worst, where = 0.0, (0, 0, 0)
@@ -71,7 +118,8 @@ def peer_error(out: Tensor, own: Tensor) -> str:
         theirs, ours = (x[start : start + step].float() for x in (out, own))
         size = ours.abs().amax(-1)
         # A row of few columns may happen to be near zero; its neighbours say how large rows are.
-        limit = _BETWEEN * UNIT_ROUNDOFF[own.dtype] * (size + size.mean(dim=1, keepdim=True))
+        usual = size.amax(dim=1, keepdim=True) if of_largest else size.mean(dim=1, keepdim=True)
+        limit = _BETWEEN * UNIT_ROUNDOFF[own.dtype] * (size + usual)
         error = (theirs - ours).abs().amax(-1)
         ratio = torch.where(error == 0, 0.0, error / limit).nan_to_num(nan=math.inf, posinf=math.inf)
         largest = float(ratio.max())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,35 +19,52 @@ from fa2gen.driver.clocks import ClockSampler, open_clock_reader
 from fa2gen.errors import LaunchError
 from fa2gen.tables import Clocks
 
-from .peers import Call, Implementation, first_line
+from .peers import Implementation, first_line
 from .rows import Refusal
 
-Tensors = tuple[Tensor, Tensor, Tensor]
+Tensors = tuple[Tensor, ...]
 
 KERNEL_METHOD = (
     "CUDA-graph replay over rotating sets of random inputs that together exceed L2 twice (64 sets at most); "
-    "implementations take turns, another one first in each round; median with p20 and p80"
+    "implementations take turns, another one first in each round; median with p20 and p80; a backward is "
+    "torch.autograd.grad over a graph that the forward left before, captured alone"
 )
 HOST_METHOD = (
     "wall time of issuing eager calls on a problem so small that the GPU keeps up, in bursts that fit the launch "
-    "queue; implementations take turns, burst by burst; median with p20 and p80"
+    "queue; implementations take turns, burst by burst; median with p20 and p80; a step is the call and "
+    "torch.autograd.grad of it"
 )
 # A replay takes at least so long, so that the events' resolution of 0.5 us and the graph's own start do not show.
 _LEAST_REPLAY_MS = 2.0
 # More than any GPU to come in the next years does, to tell how many calls that takes at most.
 _FASTEST_TFLOPS, _FASTEST_GBS = 1000.0, 5000.0
 _MOST_CALLS = 200
-# Calls of a burst; a launch queue holds 1024. Bursts that warm caches, allocator and clocks first.
-_BURST, _WARM_BURSTS = 200, 5
+# Calls of a burst; a launch queue holds 1024, and a step with its backward is up to ten launches. Bursts that warm
+# caches, allocator and clocks first.
+_BURST, _STEP_BURST, _WARM_BURSTS = 200, 80, 5
+
+
+def _as_they_are(*tensors: Tensor) -> Tensors:
+    return tensors
 
 
 @dataclass(frozen=True)
 class Ready:
-    """An implementation and its call for one cell; ``tensors`` are those of each input set, as it takes them."""
+    """An implementation, ready to be timed in one cell.
+
+    Attributes:
+        implementation: Whose.
+        call: What is timed, of what ``begin`` returned.
+        tensors: Of each input set, as the implementation takes them.
+        begin: What comes before and is not timed, on the same stream: the forward of a backward.
+        is_step: The call has a forward and a backward.
+    """
 
     implementation: Implementation
-    call: Call
+    call: Callable[..., object]
     tensors: list[Tensors]
+    begin: Callable[..., Tensors] = _as_they_are
+    is_step: bool = False
 
 
 class Machine(Protocol):
@@ -87,6 +104,7 @@ def provenance(device_index: int | None) -> dict[str, Any]:
         "python": platform.python_version(),
         "fa2gen": __version__,
         "templates": template_hash("fwd", "sm80"),
+        "templates_bwd": template_hash("bwd", "sm80"),
         "utc": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }
 
@@ -133,7 +151,7 @@ class CudaMachine:
         self, ready: dict[str, Ready], calls: int, rounds: int
     ) -> tuple[dict[str, list[float] | Refusal], Clocks | None]:
         """Milliseconds of one call in each round, or why an implementation has none; and the clock meanwhile."""
-        graphs: dict[str, torch.cuda.CUDAGraph] = {}
+        graphs: dict[str, _Captured] = {}
         times: dict[str, list[float] | Refusal] = {}
         for name, one in ready.items():
             try:
@@ -164,30 +182,41 @@ class CudaMachine:
         with torch.cuda.stream(side):
             for burst in range(_WARM_BURSTS + bursts):
                 for name, one in ready.items():
+                    count = _STEP_BURST if one.is_step else _BURST
                     with one.implementation.around():
-                        elapsed = burst_us(one.call, one.tensors[0], self.synchronize)
+                        elapsed = burst_us(one.call, one.tensors[0], self.synchronize, count)
                     if burst >= _WARM_BURSTS:
                         times[name].append(elapsed)
         self.synchronize()
         return times
 
 
-def burst_us(call: Call, tensors: Tensors, synchronize: Callable[[], None], count: int = _BURST) -> float:
+def burst_us(call: Callable[..., object], tensors: Tensors, synchronize: Callable[[], None], count: int) -> float:
     """Microseconds that issuing one call takes, over a burst of ``count``."""
-    q, k, v = tensors
     synchronize()
     start = time.perf_counter()
     for _ in range(count):
-        call(q, k, v)
+        call(*tensors)
     return 1e6 * (time.perf_counter() - start) / count
 
 
-def _capture(ready: Ready, calls: int) -> torch.cuda.CUDAGraph:
+@dataclass(frozen=True)
+class _Captured:
+    """A graph, and what it reads: memory that is not its own."""
+
+    graph: torch.cuda.CUDAGraph
+    inputs: list[Tensors]
+
+    def replay(self) -> None:
+        self.graph.replay()
+
+
+def _capture(ready: Ready, calls: int) -> _Captured:
     """A graph of ``calls`` calls, walking over the input sets."""
-    inputs: Sequence[Tensors] = ready.tensors
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
+        inputs = [ready.begin(*tensors) for tensors in ready.tensors]
         for tensors in inputs[:2]:
             ready.call(*tensors)
     torch.cuda.synchronize()
@@ -195,10 +224,10 @@ def _capture(ready: Ready, calls: int) -> torch.cuda.CUDAGraph:
     with torch.cuda.graph(graph, stream=stream):
         for index in range(calls):
             ready.call(*inputs[index % len(inputs)])
-    return graph
+    return _Captured(graph, inputs)
 
 
-def _replay_ms(graph: torch.cuda.CUDAGraph) -> float:
+def _replay_ms(graph: _Captured) -> float:
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     graph.replay()

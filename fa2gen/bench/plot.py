@@ -24,7 +24,10 @@ _STYLES = {
     "flashinfer": ("#F0E442", "<"),
     "xformers": ("#999999", ">"),
     "online": ("#882255", "d"),
+    "deterministic": ("#AA4499", "p"),
 }
+
+_WORDS = {"fwd": "attention forward", "bwd": "attention backward", "fwd+bwd": "attention forward and backward"}
 
 
 def require_plotting(path: Path) -> None:
@@ -82,13 +85,16 @@ def plot(benchmark: Benchmark, path: Path) -> None:
         frameon=False,
     )
     p = benchmark.provenance
-    figure.suptitle(f"{_kinds(benchmark.rows)}, {p.get('gpu', 'unknown GPU')}, {str(p.get('utc', ''))[:10]}")
+    passes = ", ".join(dict.fromkeys(_WORDS[row.cell.direction] for row in benchmark.rows))
+    figure.suptitle(f"{passes}, {p.get('gpu', 'unknown GPU')}, {str(p.get('utc', ''))[:10]}")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
 
 
 def _line(row: Row) -> str:
-    return "causal" if row.cell.spec.causal else "full"
+    """What a line of panels has in common: pass and mask."""
+    mask = "causal" if row.cell.spec.causal else "full"
+    return mask if row.cell.direction == "fwd" else f"{mask}, {row.cell.direction}"
 
 
 def _column(row: Row) -> str:
@@ -99,11 +105,6 @@ def _column(row: Row) -> str:
 
 def _grid(rows: Sequence[Row]) -> tuple[list[str], list[str]]:
     return list(dict.fromkeys(map(_line, rows))), list(dict.fromkeys(map(_column, rows)))
-
-
-def _kinds(rows: Sequence[Row]) -> str:
-    words = {"fwd": "attention forward"}
-    return " and ".join(words.get(kind, kind) for kind in dict.fromkeys(row.cell.spec.kind for row in rows))
 
 
 def _panel(axis: Any, rows: Sequence[Row], names: Sequence[str]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from .cells import Cell
 from .rows import OWN, Benchmark, HostRow, Outcome, Refusal, Row, Timing
 from .summary import summarise
 
@@ -31,10 +32,10 @@ def show(benchmark: Benchmark, console: Console | None = None) -> None:
         _lines(console, "", _title(group))
         console.print(_kernel_table(group, names))
         _lines(console, *_notes(group))
-    if benchmark.host:
-        _lines(console, "", _host_title(benchmark.host))
-        console.print(_host_table(benchmark.host, names))
-        _lines(console, *_refusals([(f"{row.stream} stream", row.outcomes) for row in benchmark.host]))
+    for host in _host_groups(benchmark.host):
+        _lines(console, "", _host_title(host))
+        console.print(_host_table(host, names))
+        _lines(console, *_refusals([(f"{row.stream} stream", row.outcomes) for row in host]))
     _lines(console, "", *_summary(benchmark))
 
 
@@ -68,9 +69,17 @@ def _head(benchmark: Benchmark) -> Iterator[str]:
 
 def _groups(rows: Sequence[Row]) -> list[list[Row]]:
     """Rows that differ in their sizes alone, in the order of their first."""
-    groups: dict[tuple[object, str], list[Row]] = {}
+    groups: dict[tuple[object, ...], list[Row]] = {}
     for row in rows:
-        groups.setdefault((row.cell.spec, row.cell.data), []).append(row)
+        groups.setdefault((row.cell.direction, row.cell.spec, row.cell.data), []).append(row)
+    return list(groups.values())
+
+
+def _host_groups(rows: Sequence[HostRow]) -> list[list[HostRow]]:
+    """Rows of one cell: calls, and steps."""
+    groups: dict[Cell, list[HostRow]] = {}
+    for row in rows:
+        groups.setdefault(row.cell, []).append(row)
     return list(groups.values())
 
 
@@ -80,7 +89,7 @@ def _title(group: Sequence[Row]) -> str:
     problems = [row.cell.problem for row in group]
     heads = ", ".join(dict.fromkeys(f"{p.num_heads_q}/{p.num_heads_k}" for p in problems))
     batches = ", ".join(dict.fromkeys(str(p.batch) for p in problems))
-    return f"{cell.spec.slug()}{data}; {heads} heads q/k, batch {batches}"
+    return f"{cell.slug()}{data}; {heads} heads q/k, batch {batches}"
 
 
 def _kernel_table(group: Sequence[Row], names: Sequence[str]) -> Table:
@@ -138,7 +147,8 @@ def _host_title(rows: Sequence[HostRow]) -> str:
     cell = rows[0].cell
     p = cell.problem
     size = f"batch {p.batch}, {p.num_heads_q}/{p.num_heads_k} heads q/k, seqlen {cell.lengths}"
-    return f"Host time of an eager call in us ({cell.spec.slug()}, {size}); in brackets p20 to p80"
+    what = "an eager call" if cell.direction == "fwd" else "an eager forward and backward"
+    return f"Host time of {what} in us ({cell.slug()}, {size}); in brackets p20 to p80"
 
 
 def _host_table(rows: Sequence[HostRow], names: Sequence[str]) -> Table:
@@ -166,7 +176,8 @@ def _microseconds(timing: Timing) -> str:
 
 def _summary(benchmark: Benchmark) -> Iterator[str]:
     for summary in summarise(benchmark.rows, benchmark.peers):
-        data = "" if summary.data == "normal" else f" on {summary.data} data"
+        kind = "" if summary.direction == "fwd" else f", {summary.direction}"
+        data = kind + ("" if summary.data == "normal" else f" on {summary.data} data")
         taken = f"{summary.cells} cells" + (f" of {summary.of}" if summary.cells < summary.of else "")
         yield (
             f"fa2gen / {summary.peer}{data}: geomean {summary.geomean:.3f}, worst {summary.worst:.3f} "

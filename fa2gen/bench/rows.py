@@ -11,14 +11,17 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fa2gen.errors import ArgumentError
 from fa2gen.problem import Problem
 from fa2gen.spec import KernelSpec
 from fa2gen.tables import Clocks
 
-from .cells import DATA, Cell
+from .cells import DATA, PASSES, Cell
+
+if TYPE_CHECKING:
+    from .summary import Summary
 
 SCHEMA = 1
 OWN = "fa2gen"
@@ -60,7 +63,7 @@ class Row:
 
     Attributes:
         cell: What was measured.
-        config: Slug of fa2gen's config.
+        config: Slug of fa2gen's config; of the forward's and the backward's where both are measured.
         source: How the tables came to it; ``known``: ``"measured"`` or ``"predicted"``, where an entry says so.
         stale: The entry, or nearer ones, are older than the templates.
         repairs: Softmax steps that one call repaired; None where the config repairs none.
@@ -89,7 +92,7 @@ class Row:
 
 @dataclass(frozen=True)
 class HostRow:
-    """Host times of one call on one stream (``"default"`` or ``"side"``)."""
+    """Host times of one call, or of one step with its backward, on one stream (``"default"`` or ``"side"``)."""
 
     cell: Cell
     stream: str
@@ -162,12 +165,22 @@ def to_json(benchmark: Benchmark) -> dict[str, Any]:
             {**_cell_form(row.cell), "stream": row.stream, "us": _outcome_forms(row.outcomes, row.cell, kernel=False)}
             for row in benchmark.host
         ],
-        "summary": [dataclasses.asdict(summary) for summary in summarise(benchmark.rows, benchmark.peers)],
+        "summary": [_summary_form(summary) for summary in summarise(benchmark.rows, benchmark.peers)],
     }
 
 
+def _summary_form(summary: Summary) -> dict[str, Any]:
+    form = dataclasses.asdict(summary)
+    return {"pass": form.pop("direction"), **form}
+
+
 def _cell_form(cell: Cell) -> dict[str, Any]:
-    return {"spec": cell.spec.canonical(), "problem": dataclasses.asdict(cell.problem), "data": cell.data}
+    return {
+        "pass": cell.direction,
+        "spec": cell.spec.canonical(),
+        "problem": dataclasses.asdict(cell.problem),
+        "data": cell.data,
+    }
 
 
 def _row_form(row: Row) -> dict[str, Any]:
@@ -227,7 +240,12 @@ def _read_cell(form: dict[str, Any]) -> Cell:
     problem = Problem(**form["problem"])
     if max(dataclasses.astuple(problem)) >= _MOST:
         raise ArgumentError(f"a size is {max(dataclasses.astuple(problem))}")
-    return Cell(KernelSpec.from_canonical(form["spec"]), problem, form["data"])
+    spec = KernelSpec.from_canonical(form["spec"])
+    # Rows of the first version have forwards only, and do not say so.
+    direction = form.get("pass", spec.kind)
+    if direction not in PASSES or (direction == "fwd") != (spec.kind == "fwd"):
+        raise ArgumentError(f"pass {direction!r} is none of a kernel of kind {spec.kind}")
+    return Cell(spec, problem, form["data"], with_forward=direction == "fwd+bwd")
 
 
 def _read_row(form: dict[str, Any]) -> Row:

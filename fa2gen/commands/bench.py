@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..errors import Fa2genError, GateError, LaunchError
+from ..errors import ArgumentError, Fa2genError, GateError, LaunchError
 from ..spec import DTYPES
 from ..tuning.defaults import SEQLENS
 from .options import config_option, given, json_option, make_specs, parse_config
@@ -29,7 +29,8 @@ _HEAD_DIMS = (64, 128)
 _LENGTHS = tuple(map(str, SEQLENS))
 # Written out, so that the help needs none of the modules that know them; a test holds them equal to theirs.
 PEER_NAMES = ("fa2", "cudnn", "efficient", "flash_attn", "fa3", "fa4", "flashinfer", "xformers")
-ONLINE = "online"
+ONLINE, DETERMINISTIC = "online", "deterministic"
+PASS_NAMES = ("fwd", "bwd", "fwd+bwd")
 DATA_NAMES = ("normal", "repair-1pct", "repair-all")
 # Options that a run of --from takes; all others are about measuring.
 _SHOWING = {"rows_path", "plot_path", "as_json"}
@@ -52,6 +53,14 @@ _POSITIVE = click.IntRange(min=1)
 
 
 @click.command("bench")
+@click.option(
+    "--pass",
+    "passes",
+    type=click.Choice(PASS_NAMES),
+    multiple=True,
+    default=("fwd",),
+    help="The forward, the backward of a forward that ran before, or both in a row; may be repeated. [default: fwd]",
+)
 @click.option(
     "--headdim",
     "headdims",
@@ -118,10 +127,10 @@ _POSITIVE = click.IntRange(min=1)
 @click.option(
     "--peer",
     "peers",
-    type=click.Choice((*PEER_NAMES, ONLINE)),
+    type=click.Choice((*PEER_NAMES, ONLINE, DETERMINISTIC)),
     multiple=True,
-    help="Against whom; may be repeated. online is fa2gen's own config with the online softmax. "
-    "[default: all that import here, without online]",
+    help="Against whom; may be repeated. online is fa2gen's own config with the online softmax, deterministic its own "
+    "backward that gives equal bits from run to run. [default: all that import here, without these two]",
 )
 @click.option(
     "--rounds",
@@ -132,7 +141,10 @@ _POSITIVE = click.IntRange(min=1)
     help="How often each is timed in each cell, in turn.",
 )
 @click.option(
-    "--host/--no-host", default=True, show_default=True, help="Also measure what an eager call costs the CPU."
+    "--host/--no-host",
+    default=True,
+    show_default=True,
+    help="Also measure what an eager call, or step with a backward, costs the CPU.",
 )
 @config_option("measure")
 @json_option
@@ -152,6 +164,7 @@ _POSITIVE = click.IntRange(min=1)
     help="Measure nothing: show or plot the rows that --out wrote. Needs no GPU.",
 )
 def command(
+    passes: tuple[str, ...],
     headdims: tuple[int, ...],
     dtypes: tuple[str, ...],
     causal: bool | None,
@@ -174,12 +187,14 @@ def command(
     """Measure fa2gen beside the attention libraries found here, in one run and on the same tensors.
 
     Kernel time is that of CUDA-graph replays, host time what an eager call costs the CPU; they are never mixed. FLOPs
-    count visible query-key pairs only. Every output is compared with fa2gen's and with float64 before it is timed. A
-    library that is not installed, or does not take a cell, is listed with the reason.
+    count visible query-key pairs only, those of a backward 2.5 times the forward's. Every output, or gradient, is
+    compared with fa2gen's and with float64 before it is timed. A library that is not installed, or does not take a
+    cell, is listed with the reason.
 
     \b
     Examples:
       fa2gen bench --headdim 128 --causal --out rows.json --plot chart.png
+      fa2gen bench --pass bwd --headdim 128 --peer fa2 --peer cudnn --peer deterministic
       fa2gen bench --headdim 64 --gqa 8 --seqlen 1x8192 --batch 16 --heads 32 --peer fa2 --peer cudnn
       fa2gen bench --headdim 128 --seqlen 8192 --data normal --data repair-all --peer online
       fa2gen bench --from rows.json --plot chart.svg
@@ -193,10 +208,10 @@ def command(
     _refuse_both("tokens", "batch")
     _refuse_both("hidden", "heads")
     specs = make_specs(headdims, dtypes, causal, gqa_ratios)
-    choice = parse_config(config)
+    choice = _parse_choice(config, passes)
     from ..bench.cells import make_cells
 
-    cells = make_cells(specs, lengths, tokens=tokens, hidden=hidden, batch=batch, heads=heads, data=data)
+    cells = make_cells(specs, lengths, tokens=tokens, hidden=hidden, batch=batch, heads=heads, data=data, passes=passes)
     _require_gpu()
     for path in (out, plot_path):
         if path is not None:
@@ -216,6 +231,19 @@ def _show_file(rows_path: Path, plot_path: Path | None, as_json: bool) -> int:
         _plot(benchmark, plot_path)
     _show(benchmark, as_json)
     return 0
+
+
+def _parse_choice(config: str, passes: tuple[str, ...]) -> Choice:
+    """The config of the kernels that are measured, of which one names the kind."""
+    if config in ("tuned", "default"):
+        return config
+    kinds = {kind for name in passes for kind in name.split("+")}
+    if len(kinds) > 1:
+        raise ArgumentError(
+            f"--config must be tuned or default for --pass {' and '.join(passes)}, as no config serves both kinds of "
+            f"kernels; got {config!r}"
+        )
+    return parse_config(config, *kinds)
 
 
 def _refuse_both(size: str, count: str) -> None:
@@ -259,7 +287,7 @@ def _measure(
     from ..bench.rows import Benchmark, write
     from ..bench.session import run
 
-    require_config(choice, list(dict.fromkeys(cell.spec for cell in cells)))
+    require_config(choice, list(dict.fromkeys(spec for cell in cells for spec in cell.specs)))
     machine = CudaMachine()
     benchmark = Benchmark({**machine.provenance(), "rounds": rounds})
     failure: Fa2genError | None = None
@@ -267,7 +295,7 @@ def _measure(
         # Libraries may print while they are imported or compile: standard output is for the result.
         with contextlib.redirect_stdout(sys.stderr), StageProgress() as progress:
             peers = _find(benchmark, names or PEER_NAMES, choice)
-            compile_ahead(cells, choice, online=ONLINE in names)
+            compile_ahead(cells, choice, online=ONLINE in names, deterministic=DETERMINISTIC in names)
             run(
                 benchmark,
                 cells,
@@ -303,10 +331,10 @@ def _measure(
 
 
 def _find(benchmark: Benchmark, names: Sequence[str], choice: Choice) -> list[Implementation]:
-    from ..bench.own import online_peer
+    from ..bench.own import deterministic_peer, online_peer
     from ..bench.peers import PEERS, find_peers
 
-    known = {**PEERS, ONLINE: online_peer(choice)}
+    known = {**PEERS, ONLINE: online_peer(choice), DETERMINISTIC: deterministic_peer(choice)}
     names = list(dict.fromkeys(names))
     found, benchmark.missing = find_peers(names, peers=known)
     benchmark.titles = {"fa2gen": "this version", **{name: known[name].title for name in names}}

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from fa2gen import driver
 from fa2gen.bench import machine, own, peers, session
-from fa2gen.bench.cells import DATA
+from fa2gen.bench.cells import DATA, PASSES
 from fa2gen.bench.peers import PEERS, Peer
 from fa2gen.bench.plot import _STYLES
 from fa2gen.bench.report import show
@@ -56,7 +56,7 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> FakeMachine:
         raise ModuleNotFoundError("No module named 'flash_attn_interface'", name="flash_attn_interface")
 
     monkeypatch.setattr(machine, "CudaMachine", lambda: fake)
-    monkeypatch.setattr(own, "compile_ahead", lambda cells, choice, *, online: None)
+    monkeypatch.setattr(own, "compile_ahead", lambda cells, choice, **_: None)
     monkeypatch.setattr(command, "_require_gpu", lambda: None)
     monkeypatch.setitem(PEERS, "fa2", Peer("right", lambda: print("hello from fa2") or peer("fa2", right)))
     monkeypatch.setitem(PEERS, "fa3", Peer("absent", absent))
@@ -66,7 +66,8 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> FakeMachine:
 def test_names_in_the_help_are_the_registries() -> None:
     assert tuple(PEERS) == command.PEER_NAMES
     assert command.DATA_NAMES == DATA
-    assert set(_STYLES) == {OWN, *PEERS, command.ONLINE}
+    assert command.PASS_NAMES == PASSES
+    assert set(_STYLES) == {OWN, *PEERS, command.ONLINE, command.DETERMINISTIC}
 
 
 def test_help_is_cheap_and_has_examples() -> None:

@@ -1,0 +1,72 @@
+"""What of an implementation is timed: its forward, its backward, or both in a row, always through autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from fa2gen.errors import UnsupportedError
+
+from .cells import Cell
+from .machine import Ready, Tensors
+from .peers import Call, Implementation
+
+
+def arranged(one: Implementation, cell: Cell, tensors: Tensors) -> Tensors:
+    """An input set as an implementation takes it, views; where there are gradients, q, k and v are leaves."""
+    views = tuple(one.arrange(x) for x in tensors)
+    if not cell.is_backward:
+        return views
+    # Leaves in the implementation's own layout: no transpose is recorded, and none is differentiated.
+    return (*(x.detach().requires_grad_() for x in views[:3]), *views[3:])
+
+
+def make_ready(one: Implementation, cell: Cell, call: Call, tensors: list[Tensors]) -> Ready:
+    """An implementation with what a cell measures of it.
+
+    Args:
+        one, cell: Which.
+        call: What ``one.prepare`` returned.
+        tensors: Of each input set, :func:`arranged`.
+
+    Returns:
+        Its call gives the output, or for a cell with a backward (dq, dk, dv).
+    """
+    if not cell.is_backward:
+        return Ready(one, call, tensors)
+    if cell.with_forward:
+        return Ready(one, _step(call), tensors, is_step=True)
+    return Ready(one, _gradients, tensors, begin=_forward(call))
+
+
+def results(ready: Ready, tensors: Tensors) -> Tensors:
+    """What a ready implementation computes for an input set: the output, or dq, dk and dv.
+
+    In the layout of a cell's inputs.
+    """
+    computed = ready.call(*ready.begin(*tensors))
+    found: Tensors = computed if isinstance(computed, tuple) else (computed,)
+    return tuple(ready.implementation.arrange(x.detach()) for x in found)
+
+
+def _step(call: Call) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensors]:
+    def step(q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> Tensors:
+        return torch.autograd.grad(call(q, k, v), (q, k, v), do)
+
+    return step
+
+
+def _forward(call: Call) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensors]:
+    def begin(q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> Tensors:
+        out = call(q, k, v)
+        if not out.requires_grad:
+            raise UnsupportedError("it is forward only: its output has no gradient")
+        return out, q, k, v, do
+
+    return begin
+
+
+def _gradients(out: Tensor, q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> Tensors:
+    return torch.autograd.grad(out, (q, k, v), do, retain_graph=True)
