@@ -12,15 +12,13 @@ FUNC void mask_scores(ScoreTile& acc_s, int key, int query, int seqlen_k, int di
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       const int row = key + i * 16 + r * 8 + lane / 4;
-      const int first = query + lane % 4 * 2;
+      int begin = row < seqlen_k ? 0 : 0x7fffffff;  // the first query that sees the key
+      if constexpr (kCausal) begin = max_i32(begin, row - diagonal);
 #pragma unroll
       for (int n = 0; n < kTilesS; n++)
 #pragma unroll
-        for (int e = 0; e < 2; e++) {
-          bool visible = row < seqlen_k;
-          if constexpr (kCausal) visible = visible && row <= first + n * 8 + e + diagonal;
-          if (!visible) acc_s[i][n][2 * r + e] = neg_inf();
-        }
+        for (int e = 0; e < 2; e++)
+          if (query + n * 8 + lane % 4 * 2 + e < begin) acc_s[i][n][2 * r + e] = neg_inf();
     }
 }
 

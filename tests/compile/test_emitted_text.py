@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from fa2gen.codegen import KernelSource, render_kernel
+from fa2gen.codegen import KernelSource, kernels_of, render_kernel
 from fa2gen.codegen.render import full_parts, join_parts
 from fa2gen.compile import CompiledKernel, compile_many, find_nvcc
 from fa2gen.constraints import infeasible_reason
 from fa2gen.hardware import arch_limits
-from fa2gen.spec import FwdConfig, KernelSpec
+from fa2gen.spec import BwdConfig, FwdConfig, KernelSpec
 from fa2gen.tuning.shortlist import code_digest
 
 # Every choice of the templates is turned both ways by the first three; the others pair what may meet.
@@ -72,23 +72,60 @@ COVERING = [
         (9, 0),
     ),
 ]
+# Every choice of the backward's templates, both ways.
+BACKWARD = [
+    (
+        KernelSpec(kind="bwd", head_dim=40, causal=True, gqa_ratio=4),
+        BwdConfig.from_slug("sm80_64x128s32_w4_st2_r1_mb1_v4_sh"),
+        (9, 0),
+    ),
+    (
+        KernelSpec(kind="bwd", dtype="fp16", causal=True, deterministic=True),
+        BwdConfig.from_slug("sm80_64x128s64_w8_st2_r2_mb1_ds2"),
+        (9, 0),
+    ),
+    (KernelSpec(kind="bwd", head_dim=256), BwdConfig.from_slug("sm80_64x64s64_w8_st1_r2_mb1_wd2"), (8, 0)),
+    (
+        KernelSpec(kind="bwd", head_dim=64, gqa_ratio=2),
+        BwdConfig.from_slug("sm80_128x128s64_w8_st2_r1_mb1_wd2"),
+        (8, 0),
+    ),
+    (KernelSpec(kind="bwd", head_dim=32), BwdConfig.from_slug("sm80_64x64s64_w4_st2_r2_mb1_kvr_ds2"), (8, 6)),
+    (KernelSpec(kind="bwd", head_dim=192), BwdConfig.from_slug("sm80_64x64s64_w8_st2_r2_mb1_wd2_ds2"), (9, 0)),
+    (KernelSpec(kind="bwd", head_dim=96), BwdConfig.from_slug("sm80_64x64s32_w4_st1_r1_mb1_kvr"), (8, 9)),
+    (KernelSpec(kind="bwd", head_dim=64), BwdConfig.from_slug("sm80_64x128s64_w4_st2_r1_mb1_ds2"), (9, 0)),
+]
 FULL = bool(os.environ.get("FA2GEN_TEST_FULL"))
-FEW = COVERING if FULL else COVERING[:3]
+
+
+def kernels(rows):
+    """(spec, config, compute capability, kernel) of every kernel of the rows; those around a backward's once."""
+    every = [(*row, kernel) for row in rows for kernel in kernels_of(row[0].kind)]
+    return list(
+        {
+            render_kernel(spec, config, kernel=kernel).entry: (spec, config, chip, kernel)
+            for spec, config, chip, kernel in every
+        }.values()
+    )
+
+
+ALL = kernels([*COVERING, *BACKWARD])
+FEW = ALL if FULL else kernels([*COVERING[:3], *BACKWARD[:3]])
 
 
 def whole(source: KernelSource) -> KernelSource:
     """The kernel with everything that the templates hold, as it was before anything was left out."""
-    text = join_parts(full_parts(source.spec, source.config)).replace("KERNEL_NAME", source.entry)
+    text = join_parts(full_parts(source.spec, source.config, source.kernel)).replace("KERNEL_NAME", source.entry)
     return dataclasses.replace(source, text=text)
 
 
 def test_covering_set_is_legal():
-    for spec, config, capability in COVERING:
+    for spec, config, capability in (*COVERING, *BACKWARD):
         assert infeasible_reason(spec, config, arch_limits(capability)) is None, (spec, config, capability)
 
 
 def test_what_is_left_out_changes_no_instruction():
-    jobs = [(render_kernel(spec, config), arch_limits(capability).target) for spec, config, capability in FEW]
+    jobs = [(render_kernel(spec, config, kernel=name), arch_limits(chip).target) for spec, config, chip, name in FEW]
     pairs = [(text, target) for source, target in jobs for text in (source, whole(source))]
     results = compile_many(pairs)
     for pruned, full in zip(results[::2], results[1::2], strict=True):
@@ -114,10 +151,10 @@ def nvcc(folder: Path, text: str, *flags: str) -> subprocess.CompletedProcess[st
 @pytest.mark.parametrize("index", range(len(FEW)))
 def test_nothing_is_unused_by_the_compilers_account(index, tmp_path):
     """nvcc's front end names functions and constants without a use once they are plain static ones."""
-    spec, config, capability = FEW[index]
+    spec, config, capability, name = FEW[index]
     target = arch_limits(capability).target
     for standard in ("c++17", "c++20"):
-        text = render_kernel(spec, config).text
+        text = render_kernel(spec, config, kernel=name).text
         # Inline functions may be without use in C++, static ones are reported.
         text = text.replace("#define FUNC __device__ __forceinline__\n", "#define FUNC static __device__\n")
         text = text.replace("  FUNC ", "  __device__ ").replace("template <>\nFUNC", "template <>\n__device__")
@@ -135,8 +172,10 @@ TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 @pytest.mark.parametrize("target", TARGETS if FULL else TARGETS[3:4])
 def test_plain_nvcc_has_no_warnings(target, tmp_path):
     """As a user compiles it: one command, the toolkit's own headers, every warning an error."""
-    for spec, config, _ in FEW[:1] if not FULL else FEW:
-        source = render_kernel(spec, config)
+    for spec, config, _, name in FEW if FULL else (FEW[0], FEW[4]):
+        if config.canonical().get("reduction") == "vector" and target < "sm_90":
+            continue
+        source = render_kernel(spec, config, kernel=name)
         for standard in ("c++17", "c++20") if FULL else ("c++20",):
             done = nvcc(tmp_path, source.text, "-cubin", "-O3", f"-arch={target}", f"-std={standard}")
             assert (done.returncode, done.stderr) == (0, ""), (source.entry, target, standard, done.stderr)
@@ -149,8 +188,8 @@ def test_kernels_are_formatted(tmp_path):
     if program is None:
         pytest.skip("clang-format is not installed; the extra [test] brings it")
     style = Path(__file__).parents[2] / ".clang-format"
-    for spec, config, _ in COVERING:
-        source = render_kernel(spec, config)
+    for spec, config, _, name in ALL:
+        source = render_kernel(spec, config, kernel=name)
         (tmp_path / f"{source.entry}.cu").write_text(source.text)
         assert not re.search(r"[ \t]$|\n\n\n|[^\n]{121}", source.text, re.M), source.entry
     done = subprocess.run(
