@@ -344,7 +344,6 @@ def bad_call(
         "two batches": (q, *[k.new_empty((batch + 1, *k.shape[1:]))] * 2),
         "a list": (q, [1.0], v),
         "a head dim above 256": (wide, wide, wide),
-        "a gradient": (q.detach().clone().requires_grad_(), k, v),
     }
     values: dict[str, dict[str, Any]] = {
         "scale NaN": {"softmax_scale": math.nan},
@@ -352,6 +351,7 @@ def bad_call(
         "scale a text": {"softmax_scale": "1"},
         "causal 2": {"causal": 2},
         "return_lse a text": {"return_lse": "yes"},
+        "deterministic a text": {"deterministic": "yes"},
         "an unknown backend": {"backend": "cpu"},
         "the other device's backend": {"backend": "emulator" if k.is_cuda else "cuda"},
     }
@@ -363,7 +363,6 @@ def bad_call(
         }
     expected: dict[str, type[Exception]] = {
         "a head dim above 256": UnsupportedError,
-        "a gradient": UnsupportedError,
         "scale too large": UnsupportedError,
         "an illegal config": InfeasibleError,
     }

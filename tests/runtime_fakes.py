@@ -1,4 +1,4 @@
-"""The runtime's CUDA path without a GPU: a kernel that records its launches, a device that only has facts."""
+"""The runtime's CUDA path without a GPU: kernels that record their launches, a device that only has facts."""
 
 from __future__ import annotations
 
@@ -9,31 +9,41 @@ import pytest
 import torch
 from torch import Tensor
 
-from fa2gen.codegen import FWD_PARAMS
+from fa2gen.codegen import PARAMS
 from fa2gen.hardware import get_gpu
 from fa2gen.runtime import plan, request
-from fa2gen.spec import FwdConfig, KernelSpec
+from fa2gen.spec import Config, KernelSpec
 
 
 class FakeKernel:
-    def __init__(self, spec: KernelSpec, config: FwdConfig) -> None:
-        self.spec, self.config = spec, config
+    def __init__(self, spec: KernelSpec, config: Config, name: str, device: FakeDevice) -> None:
+        self.spec, self.config, self.name, self.device = spec, config, name, device
         self.launches: list[tuple[Any, ...]] = []
 
     def launch(self, grid: Any, block: Any, params: bytes, stream: int) -> None:
         self.launches.append((grid, block, params, stream))
+        self.device.order.append((self.name, params))
 
 
 class FakeDevice:
-    """Stands in for everything below the runtime: compiling, loading, the stream, what the device is."""
+    """Stands in for everything below the runtime: compiling, loading, the stream, what the device is.
+
+    Attributes:
+        kernels: What was loaded, in order.
+        order: Name and parameters of every launch, in order.
+        together: How many kernels were compiled at once, each time.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.kernels: list[FakeKernel] = []
+        self.order: list[tuple[str, bytes]] = []
+        self.together: list[int] = []
         self.capturing = False
         self.compiler_error: Exception | None = None
         monkeypatch.setattr(request, "_backend", lambda backend, device: "cuda")
         monkeypatch.setattr(plan, "device_gpu", lambda index: get_gpu("a100"))
         monkeypatch.setattr(plan, "compile_kernel", self._compile)
+        monkeypatch.setattr(plan, "compile_many", self._compile_many)
         monkeypatch.setattr(plan, "load", self._load)
         monkeypatch.setattr(plan, "_raw_stream_function", lambda: lambda index: 1234)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
@@ -44,8 +54,12 @@ class FakeDevice:
         assert target == "sm_80"
         return source
 
+    def _compile_many(self, jobs: list[tuple[Any, str]]) -> list[Any]:
+        self.together.append(len(jobs))
+        return [self._compile(source, target) for source, target in jobs]
+
     def _load(self, source: Any, index: int | None) -> FakeKernel:
-        self.kernels.append(FakeKernel(source.spec, source.config))
+        self.kernels.append(FakeKernel(source.spec, source.config, source.kernel, self))
         return self.kernels[-1]
 
     @property
@@ -61,6 +75,6 @@ def call_inputs(
     ]
 
 
-def unpacked(params: bytes) -> dict[str, Any]:
-    names = [field.name for field in FWD_PARAMS.fields]
-    return dict(zip(names, struct.unpack(FWD_PARAMS.format, params), strict=True))
+def unpacked(params: bytes, kernel: str = "fwd") -> dict[str, Any]:
+    names = [field.name for field in PARAMS[kernel].fields]
+    return dict(zip(names, struct.unpack(PARAMS[kernel].format, params), strict=True))

@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from fa2gen.spec import FwdConfig
+from fa2gen.spec import BwdConfig, FwdConfig
 
+from .autograd import record
 from .dispatch import first_call
+from .operators import traced_call
 from .plan import PLANS
-from .request import refuse_gradients
-from .traced import traced_call
 
 _is_compiling = torch.compiler.is_compiling
 _is_grad_enabled = torch.is_grad_enabled
@@ -26,8 +26,10 @@ def attention(
     causal: bool = False,
     softmax_scale: float | None = None,
     return_lse: bool = False,
+    deterministic: bool | None = None,
     backend: str = "auto",
     config: FwdConfig | None = None,
+    backward_config: BwdConfig | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact softmax attention, ``softmax(softmax_scale q kT) v`` for every query head.
 
@@ -68,7 +70,7 @@ def attention(
         LaunchError: A kernel would have to be compiled during CUDA-graph capture, or the driver refused.
     """
     if _is_compiling():
-        return traced_call(q, k, v, causal, softmax_scale, return_lse, backend, config)
+        return traced_call(q, k, v, causal, softmax_scale, return_lse, deterministic, backend, config, backward_config)
     try:
         q_ptr, k_ptr, v_ptr = q.data_ptr(), k.data_ptr(), v.data_ptr()
         plan = PLANS[
@@ -89,15 +91,15 @@ def attention(
                 causal,
                 softmax_scale,
                 return_lse,
+                deterministic,
                 backend,
                 config,
+                backward_config,
             )
         ]
     # A call not seen before, an argument that is no tensor or not hashable, a tensor without memory.
     except (KeyError, AttributeError, TypeError, RuntimeError):
-        return first_call(q, k, v, causal, softmax_scale, return_lse, backend, config)
-    if _is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        refuse_gradients(q, k, v)
+        return first_call(q, k, v, causal, softmax_scale, return_lse, deterministic, backend, config, backward_config)
     # A plan's tensors have memory, which holds their values; a stand-in (a fake tensor, a wrapper, a view that negates)
     # may share everything else with them. Forward-mode differentiation and dispatch modes cannot see a launch.
     if (
@@ -106,5 +108,7 @@ def attention(
         or forward_ad._current_level >= 0
         or _num_dispatch_modes()
     ):
-        return first_call(q, k, v, causal, softmax_scale, return_lse, backend, config)
-    return plan(q_ptr, k_ptr, v_ptr)  # type: ignore[no-any-return]
+        return first_call(q, k, v, causal, softmax_scale, return_lse, deterministic, backend, config, backward_config)
+    if _is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        return record(q, k, v, plan.differentiable)  # type: ignore[no-any-return]
+    return plan.run(q_ptr, k_ptr, v_ptr)  # type: ignore[no-any-return]

@@ -1,13 +1,15 @@
-"""Tensors that a call copies before its kernel runs: which ones, why, and how.
+"""Tensors that a call copies before its kernels run: which ones, why, and how.
 
 Kernels move rows as 16-byte vectors or, in views that do not allow that, element by element: eight times as many
 instructions, for every query block of every head again. A copy costs two passes over the tensor, once. So keys and
 values in an unaligned view are copied where several query blocks read them, and stay where they are where one does:
 that is decoding, whose cache may be most of the GPU's memory. q is read once and no larger than the output: it is
-copied rather than make the keys move element by element.
+copied rather than make the keys move element by element. Backward kernels move vectors only.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -45,11 +47,12 @@ def padded_head_dim(head_dim: int) -> int:
     return -(-head_dim // 8) * 8
 
 
-def copy_reasons(tensors: dict[str, Tensor], problem: Problem) -> dict[str, str]:
-    """Which of q, k and v have to be copied, and why."""
+def copy_reasons(tensors: Mapping[str, Tensor], problem: Problem | None = None) -> dict[str, str]:
+    """Which tensors have to be copied, and why: q, k and v of a forward; without a problem, any of a backward."""
     reasons = {name: reason for name, x in tensors.items() if (reason := _reason(x))}
     unaligned = [name for name, x in tensors.items() if name not in reasons and not is_aligned(x)]
-    if unaligned != ["q"] and problem.seqlen_q * problem.gqa_ratio <= MAX_QUERIES_IN_PLACE:
+    in_place = problem is not None and problem.seqlen_q * problem.gqa_ratio <= MAX_QUERIES_IN_PLACE
+    if in_place and unaligned != ["q"]:
         return reasons
     return reasons | dict.fromkeys(unaligned, "its base or a stride is not a multiple of 16 bytes")
 

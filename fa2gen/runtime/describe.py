@@ -4,28 +4,30 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from fa2gen.launch import fwd_plan
+from fa2gen.launch import bwd_plan, fwd_plan
 from fa2gen.problem import Problem
-from fa2gen.spec import FwdConfig, KernelSpec
+from fa2gen.spec import BwdConfig, Config, FwdConfig, KernelSpec
 
-from .dispatch import emulated_config
+from .emulated import emulated_config
 from .plan import device_gpu, kernel_state, match_config
-from .request import Request, read_request, require_config
+from .request import Request, backward_request, read_deterministic, read_request, require_config
 
 _KNOWN = {"measured": "measured", "predicted": "predicted by the performance model, not measured"}
 
 
 @dataclass(frozen=True)
 class Description:
-    """A call as fa2gen would serve it; ``str()`` is the readable form.
+    """A call, or its gradients, as fa2gen would serve it; ``str()`` is the readable form.
 
     Attributes:
         backend: ``"cuda"``, ``"emulator"`` or ``"reference"``.
         spec, problem: The kernel's identity and the sizes.
         config: None where no kernel runs: the reference, or an empty problem.
-        softmax: ``"online"``, ``"guarded"``; for the reference ``"float64"``; ``"none"`` for an empty problem.
+        softmax: ``"online"``, ``"guarded"``; for the reference ``"float64"``; ``"none"`` for an empty problem, and for
+            gradients, whose kernels find the softmax in the LSE.
         source: How the config was found: a source of the tuned tables, ``"forced by the caller"``, ``"default"``, or
             why there is none.
         known: ``"measured"`` or ``"predicted"``: what the table's entry rests on; None where there is no entry.
@@ -36,13 +38,14 @@ class Description:
         gpu: Slug of the GPU; None off it.
         target: What the kernel is compiled for; None where nothing is compiled.
         state: ``"loaded"``, ``"compiled"`` (in the cache on disk), ``"not compiled"``; None where nothing is compiled.
+            Of the three kernels of a backward, the state of the one that is furthest from a launch.
         copies: Tensors that the call copies, and why.
     """
 
     backend: str
     spec: KernelSpec
     problem: Problem
-    config: FwdConfig | None
+    config: Config | None
     softmax: str
     source: str
     known: str | None = None
@@ -66,7 +69,8 @@ class Description:
             lines.append("         stale, passed the gate again: its time is that of earlier templates")
         elif self.stale:
             lines.append("         nearer entries are stale: the templates have changed since (fa2gen table check)")
-        lines.append(f"softmax  {self.softmax}")
+        if self.softmax != "none":
+            lines.append(f"softmax  {self.softmax}")
         if self.target is not None:
             lines.append(f"kernel   {self.target}" + (f", {self.state}" if self.state else ""))
         lines += [f"copy     {copy}" for copy in self.copies]
@@ -80,21 +84,35 @@ def describe(
     *,
     causal: bool = False,
     softmax_scale: float | None = None,
+    deterministic: bool | None = None,
     backend: str = "auto",
     config: FwdConfig | None = None,
+    backward_config: BwdConfig | None = None,
+    backward: bool = False,
 ) -> Description:
     """What :func:`fa2gen.runtime.attention` would do with the same arguments; nothing is compiled or launched.
+
+    Args:
+        q, k, v, causal, softmax_scale, deterministic, backend, config, backward_config: As for the call.
+        backward: Describe the gradients of the call, not the call. The copies named are those of q, k and v; that of
+            the output's gradient depends on its strides.
 
     Raises:
         ArgumentError, InfeasibleError: As the call itself.
     """
     request = read_request(q, k, v, causal=causal, softmax_scale=softmax_scale, backend=backend)
-    return describe_request(request, config)
+    require_config(request.backend, config, backward_config)
+    deterministic = read_deterministic(deterministic)
+    if not backward:
+        return describe_request(request, config)
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    request = backward_request(request, {"q": q, "k": k, "v": v}, deterministic=deterministic)
+    return describe_request(request, backward_config)
 
 
-def describe_request(request: Request, config: FwdConfig | None) -> Description:
-    """:func:`describe` of arguments that have been read."""
-    require_config(request.backend, config)
+def describe_request(request: Request, config: Config | None) -> Description:
+    """:func:`describe` of a call, or of gradients, whose arguments have been read."""
     backend, spec, problem, copies = request.backend, request.spec, request.problem, _copies(request)
     if backend == "reference":
         return Description(backend, spec, problem, None, "float64", "the definition, in float64", copies=copies)
@@ -104,7 +122,7 @@ def describe_request(request: Request, config: FwdConfig | None) -> Description:
         source = "default" if config is None else "forced by the caller"
         config = emulated_config(request, config)
         _require_launchable(request, config)
-        return Description(backend, spec, problem, config, config.softmax, source, target="host", copies=copies)
+        return Description(backend, spec, problem, config, _softmax(config), source, target="host", copies=copies)
     index = request.device.index
     match, gpu = match_config(request, index, config), device_gpu(index)
     _require_launchable(request, match.config)
@@ -114,7 +132,7 @@ def describe_request(request: Request, config: FwdConfig | None) -> Description:
         spec,
         problem,
         match.config,
-        match.config.softmax,
+        _softmax(match.config),
         match.origin,
         known=None if entry is None else entry.measurement.kind,
         entry=None if entry is None else f"{match.gpu} {entry.spec.slug()} {entry.bucket.label()}",
@@ -127,10 +145,18 @@ def describe_request(request: Request, config: FwdConfig | None) -> Description:
     )
 
 
-def _require_launchable(request: Request, config: FwdConfig) -> None:
+def _softmax(config: Config) -> str:
+    return config.softmax if isinstance(config, FwdConfig) else "none"
+
+
+def _require_launchable(request: Request, config: Config) -> None:
     """Raise where the call would, whose launch has limits of its own; strides and the L2 play no part in them."""
-    strides, scale = dict.fromkeys("qkvo", (0, 0, 0)), abs(request.softmax_scale)
-    fwd_plan(request.spec, config, request.problem, strides=strides, softmax_scale=scale, l2_bytes=0)
+    tensors, scale = ("q", "k", "v", "o", "dout", "dq", "dk", "dv"), abs(request.softmax_scale)
+    strides, spec, problem = dict.fromkeys(tensors, (0, 0, 0)), request.spec, request.problem
+    if isinstance(config, BwdConfig):
+        bwd_plan(spec, config, problem, strides=strides, softmax_scale=scale, l2_bytes=0)
+    else:
+        fwd_plan(spec, config, problem, strides=strides, softmax_scale=scale, l2_bytes=0)
 
 
 def _copies(request: Request) -> tuple[str, ...]:
@@ -138,6 +164,7 @@ def _copies(request: Request) -> tuple[str, ...]:
     if request.softmax_scale < 0:
         copies.append("q: negated, since softmax_scale is negative")
     if request.head_dim != request.spec.head_dim:
-        copies.append(f"output: cut back to head_dim {request.head_dim}")
+        results = "output" if request.spec.kind == "fwd" else "output and its gradient: padded likewise; gradients"
+        copies.append(f"{results}: cut back to head_dim {request.head_dim}")
     # The reference reads any strides and takes any scale.
     return () if request.backend == "reference" else tuple(copies)

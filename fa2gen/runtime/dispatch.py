@@ -3,70 +3,86 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from fa2gen.constraints import default_config, infeasible_reason
-from fa2gen.errors import InfeasibleError
-from fa2gen.hardware import arch_limits
 from fa2gen.reference import attention_forward
-from fa2gen.spec import FwdConfig
+from fa2gen.spec import BwdConfig, FwdConfig
 
+from .autocast import autocast_inputs
+from .autograd import record
 from .copies import copied
-from .plan import PLANS, build_plan, match_config, remember
-from .request import Request, read_flag, read_request, refuse_gradients, require_config
-from .traced import has_memory, is_observed, traced_call
-
-# The emulator runs what an sm_80 chip would.
-EMULATED_CAPABILITY = (8, 0)
+from .emulated import emulated_forward
+from .operators import traced_call
+from .plan import (
+    PLANS,
+    Differentiable,
+    ForwardPlan,
+    GradientOptions,
+    build_plans,
+    gradient_options,
+    match_config,
+    remember,
+)
+from .request import Request, read_deterministic, read_flag, read_request, require_config, require_no_tangents
+from .traced import has_memory, is_observed
 
 Result = Tensor | tuple[Tensor, Tensor]
 
 
-def first_call(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    causal: bool,
-    softmax_scale: float | None,
-    return_lse: bool,
-    backend: str,
-    config: FwdConfig | None,
-) -> Result:
-    """Serve a call for which there is no plan; see :func:`fa2gen.runtime.attention`."""
+class Options(NamedTuple):
+    """Everything that a call is given besides its tensors, in the order of the keys of ``PLANS``."""
+
+    causal: bool
+    softmax_scale: float | None
+    return_lse: bool
+    deterministic: bool | None
+    backend: str
+    config: FwdConfig | None
+    backward_config: BwdConfig | None
+
+    def of_gradients(self) -> tuple[GradientOptions, GradientOptions]:
+        """Options of the gradients, where torch asks for no deterministic algorithms and where it does."""
+        causal, scale, _, wanted, backend, _, config = self
+        fast, strict = (
+            gradient_options(causal, scale, asked if wanted is None else wanted, backend, config)
+            for asked in (False, True)
+        )
+        return fast, strict
+
+
+def first_call(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> Result:
+    """Serve a call for which there is no plan; ``given`` is an :class:`Options`, still to be checked."""
+    options = Options(*given)
     if not has_memory(q, k, v) or is_observed():
-        return traced_call(q, k, v, causal, softmax_scale, return_lse, backend, config)
-    request = read_request(q, k, v, causal=causal, softmax_scale=softmax_scale, backend=backend)
-    return_lse = read_flag("return_lse", return_lse)
-    refuse_gradients(q, k, v)
-    require_config(request.backend, config)
-    if request.backend == "reference":
-        return _reference(request, q, k, v, return_lse)
-    if request.is_empty:
-        return _empty(request, return_lse)
-    if request.copied or request.softmax_scale < 0:
-        return _on_copies(request, q, k, v, return_lse, backend, config)
-    if request.backend == "emulator":
-        return _emulated(request, q, k, v, return_lse, config)
-    plan = build_plan(request, match_config(request, request.device.index, config).config, return_lse=return_lse)
+        return traced_call(q, k, v, *options)
+    if (cast := autocast_inputs(q, k, v)) is not None:
+        from .attention import attention
+
+        return attention(*cast, **options._asdict())
+    causal, scale, backend = options.causal, options.softmax_scale, options.backend
+    request = read_request(q, k, v, causal=causal, softmax_scale=scale, backend=backend)
     # Values as read: what the caller passed may be an array, which cannot be a key, or a tensor, which may change.
-    given = None if softmax_scale is None else request.softmax_scale
-    remember(plan_key(q, k, v, request.spec.causal, given, return_lse, backend, config), plan)
-    return plan(q.data_ptr(), k.data_ptr(), v.data_ptr())  # type: ignore[no-any-return]
+    options = options._replace(
+        causal=request.spec.causal,
+        softmax_scale=None if scale is None else request.softmax_scale,
+        return_lse=read_flag("return_lse", options.return_lse),
+        deterministic=read_deterministic(options.deterministic),
+    )
+    require_no_tangents({"q": q, "k": k, "v": v})
+    require_config(request.backend, options.config, options.backward_config)
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+
+        def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+            return _serve(request, options, q, k, v, with_lse=True)  # type: ignore[return-value]
+
+        return record(q, k, v, Differentiable(forward, options.of_gradients(), options.return_lse))  # type: ignore[no-any-return]
+    return _serve(request, options, q, k, v, with_lse=options.return_lse)
 
 
-def plan_key(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    causal: bool,
-    softmax_scale: float | None,
-    return_lse: bool,
-    backend: str,
-    config: FwdConfig | None,
-) -> tuple[Any, ...]:
+def plan_key(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Any, ...]:
     """Everything that decides what is launched; :func:`attention` writes the same tuple out to save a call."""
     return (
         q.shape,
@@ -82,27 +98,59 @@ def plan_key(
         k.get_device(),
         v.get_device(),
         (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15,
-        causal,
-        softmax_scale,
-        return_lse,
-        backend,
-        config,
+        *options,
     )
 
 
-def _on_copies(
-    request: Request, q: Tensor, k: Tensor, v: Tensor, return_lse: bool, backend: str, config: FwdConfig | None
-) -> Result:
+def _serve(request: Request, options: Options, q: Tensor, k: Tensor, v: Tensor, with_lse: bool) -> Result:
+    """The results of a call whose arguments have been read, as far as autograd is not concerned."""
+    if request.backend == "reference":
+        out, lse = attention_forward(q, k, v, causal=request.spec.causal, softmax_scale=request.softmax_scale)
+        out, lse = out.to(q.dtype), lse.float()
+    elif request.is_empty:
+        out, lse = _empty(request)
+    elif request.copied or request.softmax_scale < 0:
+        return _on_copies(request, options, q, k, v, with_lse)
+    elif request.backend == "emulator":
+        out, lse = emulated_forward(request, options.config, q, k, v)
+    else:
+        key = plan_key(q, k, v, options)
+        plan = PLANS.get(key)
+        if plan is None:
+            plan = _plan(request, options)
+            remember(PLANS, key, plan)
+        return _launched(plan, q, k, v, with_lse)
+    return (out, lse) if with_lse else out
+
+
+def _plan(request: Request, options: Options) -> ForwardPlan:
+    config = cast(FwdConfig, match_config(request, request.device.index, options.config).config)
+    run, run_with_lse = build_plans(request, config)
+
+    def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return run_with_lse(q.data_ptr(), k.data_ptr(), v.data_ptr())  # type: ignore[no-any-return]
+
+    recorded = Differentiable(forward, options.of_gradients(), options.return_lse)
+    return ForwardPlan(run_with_lse if options.return_lse else run, recorded)
+
+
+def _launched(plan: ForwardPlan, q: Tensor, k: Tensor, v: Tensor, with_lse: bool) -> Result:
+    return plan.differentiable.forward(q, k, v) if with_lse else plan.run(q.data_ptr(), k.data_ptr(), v.data_ptr())
+
+
+def _on_copies(request: Request, options: Options, q: Tensor, k: Tensor, v: Tensor, with_lse: bool) -> Result:
     """An equal call that needs no copy (s q = (-s)(-q)), and its output cut back to the caller's head dim."""
     negative = request.softmax_scale < 0
     q = copied(q, negated=negative) if negative or "q" in request.copied else q
     k, v = (copied(x, negated=False) if name in request.copied else x for name, x in (("k", k), ("v", v)))
-    causal, scale = request.spec.causal, abs(request.softmax_scale)
-    plan = PLANS.get(plan_key(q, k, v, causal, scale, return_lse, backend, config))
+    options = options._replace(softmax_scale=abs(request.softmax_scale))
+    plan = PLANS.get(plan_key(q, k, v, options))
     if plan is not None:
-        result: Result = plan(q.data_ptr(), k.data_ptr(), v.data_ptr())
+        result = _launched(plan, q, k, v, with_lse)
     else:
-        result = first_call(q, k, v, causal, scale, return_lse, backend, config)
+        causal, scale, backend = options.causal, options.softmax_scale, options.backend
+        again = read_request(q, k, v, causal=causal, softmax_scale=scale, backend=backend)
+        result = _serve(again, options, q, k, v, with_lse)
     if request.head_dim == request.spec.head_dim:
         return result
     if isinstance(result, Tensor):
@@ -110,37 +158,11 @@ def _on_copies(
     return result[0].narrow(3, 0, request.head_dim).contiguous(), result[1]
 
 
-def _empty(request: Request, return_lse: bool) -> Result:
+def _empty(request: Request) -> tuple[Tensor, Tensor]:
     """The result where there is nothing to compute: no rows, or rows that see no key (output 0, LSE -inf)."""
     p = request.problem
     shape = (p.batch, p.seqlen_q, p.num_heads_q, request.head_dim)
     dtype = torch.float16 if request.spec.dtype == "fp16" else torch.bfloat16
     out = torch.zeros(shape, dtype=dtype, device=request.device)
-    if not return_lse:
-        return out
     lse_shape = (p.batch, p.num_heads_q, p.seqlen_q)
     return out, torch.full(lse_shape, -math.inf, dtype=torch.float32, device=request.device)
-
-
-def _reference(request: Request, q: Tensor, k: Tensor, v: Tensor, return_lse: bool) -> Result:
-    out, lse = attention_forward(q, k, v, causal=request.spec.causal, softmax_scale=request.softmax_scale)
-    out = out.to(q.dtype)
-    return (out, lse.float()) if return_lse else out
-
-
-def _emulated(request: Request, q: Tensor, k: Tensor, v: Tensor, return_lse: bool, config: FwdConfig | None) -> Result:
-    from fa2gen.emulator.forward import run_forward
-
-    config = emulated_config(request, config)
-    out, lse, _ = run_forward(request.spec, config, q, k, v, softmax_scale=request.softmax_scale)
-    return (out, lse) if return_lse else out
-
-
-def emulated_config(request: Request, config: FwdConfig | None) -> FwdConfig:
-    """The config that the emulator runs: the caller's if it is legal on the emulated chip, else the default."""
-    if config is None:
-        return default_config(request.spec)
-    reason = infeasible_reason(request.spec, config, arch_limits(EMULATED_CAPABILITY))
-    if reason is not None:
-        raise InfeasibleError(f"config {config.slug()} cannot run {request.spec.slug()} on sm_80: {reason}")
-    return config

@@ -1,44 +1,91 @@
-"""From a request to a function that launches it: config, loaded kernel, launch plan. Everything here is remembered."""
+"""From a request to a function that launches it: config, loaded kernels, launch plan. Everything here is remembered."""
 
 from __future__ import annotations
 
+import functools
 import struct
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fa2gen.codegen import template_hash
-from fa2gen.compile import CompiledKernel, compile_kernel, default_cache, kernel_source
+from fa2gen.codegen import kernels_of, template_hash
+from fa2gen.compile import CompiledKernel, compile_kernel, compile_many, default_cache, kernel_source
 from fa2gen.compile.cache import cache_key
 from fa2gen.compile.nvcc import key_flags
 from fa2gen.constraints import infeasible_reason
 from fa2gen.driver import LoadedKernel, device_info, load
-from fa2gen.errors import InfeasibleError, LaunchError
+from fa2gen.errors import CompileError, InfeasibleError, LaunchError
 from fa2gen.hardware import Gpu, match_device
 from fa2gen.launch import POINTERS, fwd_plan
 from fa2gen.problem import Bucket
-from fa2gen.spec import FwdConfig, KernelSpec
+from fa2gen.spec import BwdConfig, Config, FwdConfig, KernelSpec
 from fa2gen.tables import Match, lookup
 
 from .request import Request
 
 # (addresses of q, k, v) -> output, or (output, LSE).
 Plan = Callable[[int, int, int], Any]
+# Addresses of q, k, v, o, lse, do and dlse (0: it is zero) -> dq, dk, dv.
+BackwardPlan = Callable[[int, int, int, int, int, int, int], tuple[Tensor, Tensor, Tensor]]
 
-# Calls seen before, by everything that decides what is launched. Lengths vary freely in serving, so it is emptied at a
-# cap: refilling an entry takes tens of microseconds.
-PLANS: dict[tuple[Any, ...], Plan] = {}
+
+@dataclass(frozen=True, eq=False)
+class GradientOptions:
+    """What gradients depend on besides tensors. Equal options are one object, so that it is hashed by its address.
+
+    Attributes:
+        causal, softmax_scale, backend: The call's.
+        deterministic: Equal inputs give equal bits.
+        config: Forced for the backward; None takes the tuned tables' choice.
+    """
+
+    causal: bool
+    softmax_scale: float | None
+    deterministic: bool
+    backend: str
+    config: BwdConfig | None
+
+
+@dataclass(frozen=True, slots=True)
+class Differentiable:
+    """A call that autograd records.
+
+    Attributes:
+        forward: Output and LSE of q, k and v.
+        options: Of the gradients, where torch asks for no deterministic algorithms and where it does.
+        return_lse: Both are returned, not the output alone.
+    """
+
+    forward: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+    options: tuple[GradientOptions, GradientOptions]
+    return_lse: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardPlan:
+    """How calls with one key are served: ``run`` launches, and returns what the caller asked for."""
+
+    run: Plan
+    differentiable: Differentiable
+
+
+# Calls seen before, by everything that decides what is launched. Lengths vary freely in serving, so each is emptied at
+# a cap: refilling an entry takes tens of microseconds.
+PLANS: dict[tuple[Any, ...], ForwardPlan] = {}
+BACKWARD_PLANS: dict[tuple[Any, ...], BackwardPlan] = {}
 MAX_PLANS = 4096
 
 _gpus: dict[int, Gpu] = {}
 # GPUs whose stale tables a warning has named.
 _warned: set[str] = set()
 _matches: dict[tuple[KernelSpec, Bucket, int], Match] = {}
-_kernels: dict[tuple[KernelSpec, FwdConfig, int], LoadedKernel] = {}
+# The last is the kernel's name.
+_kernels: dict[tuple[KernelSpec, Config, int, str], LoadedKernel] = {}
 _build_lock = threading.RLock()
 
 _pack_pointers = struct.Struct(f"<{len(POINTERS)}Q").pack
@@ -47,16 +94,24 @@ _POINTER_BYTES = 8 * len(POINTERS)
 
 def reset() -> None:
     """Forget plans, table look-ups and loaded kernels: after tuning in this process, or to free device memory."""
-    for remembered in (PLANS, _matches, _kernels):
+    for remembered in (PLANS, BACKWARD_PLANS, _matches, _kernels):
         remembered.clear()
     _warned.clear()
 
 
-def remember(key: tuple[Any, ...], plan: Plan) -> None:
+def remember(plans: dict[tuple[Any, ...], Any], key: tuple[Any, ...], plan: Any) -> None:
     """Make ``plan`` the answer to calls with this key."""
-    if len(PLANS) >= MAX_PLANS:
-        PLANS.clear()
-    PLANS[key] = plan
+    if len(plans) >= MAX_PLANS:
+        plans.clear()
+    plans[key] = plan
+
+
+@functools.lru_cache(MAX_PLANS)
+def gradient_options(
+    causal: bool, softmax_scale: float | None, deterministic: bool, backend: str, config: BwdConfig | None
+) -> GradientOptions:
+    """The one object of these options."""
+    return GradientOptions(causal, softmax_scale, deterministic, backend, config)
 
 
 def device_gpu(device_index: int) -> Gpu:
@@ -69,7 +124,7 @@ def device_gpu(device_index: int) -> Gpu:
     return gpu
 
 
-def match_config(request: Request, device_index: int, config: FwdConfig | None) -> Match:
+def match_config(request: Request, device_index: int, config: Config | None) -> Match:
     """The config to run: the caller's if given, else what the tables say.
 
     Raises:
@@ -97,49 +152,94 @@ def match_config(request: Request, device_index: int, config: FwdConfig | None) 
     return match
 
 
-def require_feasible(spec: KernelSpec, config: FwdConfig, gpu: Gpu) -> None:
+def require_feasible(spec: KernelSpec, config: Config, gpu: Gpu) -> None:
     """Raise unless ``config`` is a legal config for ``spec`` on ``gpu``."""
     reason = infeasible_reason(spec, config, gpu.arch)
     if reason is not None:
         raise InfeasibleError(f"config {config.slug()} cannot run {spec.slug()} on {gpu.name}: {reason}")
 
 
-def kernel_state(spec: KernelSpec, config: FwdConfig, device_index: int) -> str:
-    """``"loaded"``: a launch is all that is left to do; ``"compiled"``: in the cache on disk; ``"not compiled"``."""
-    if (spec, config, device_index) in _kernels:
-        return "loaded"
+def kernel_state(spec: KernelSpec, config: Config, device_index: int) -> str:
+    """``"loaded"``: a launch is all that is left to do; ``"compiled"``: in the cache on disk; ``"not compiled"``.
+
+    Of several kernels, the state of the one that is furthest from a launch.
+    """
+    missing = _missing(spec, config, device_index, kernels_of(spec.kind))
     target = device_gpu(device_index).target
-    key = cache_key(kernel_source(spec, config).text, "", target, key_flags(target))
-    return "compiled" if default_cache().get_any(key.source) is not None else "not compiled"
+    keys = [cache_key(kernel_source(spec, config, name).text, "", target, key_flags(target)) for name in missing]
+    if not all(default_cache().get_any(key.source) for key in keys):
+        return "not compiled"
+    return "compiled" if missing else "loaded"
 
 
 def loaded_kernel(
-    spec: KernelSpec, config: FwdConfig, device_index: int, compiled: CompiledKernel | None = None
+    spec: KernelSpec,
+    config: Config,
+    device_index: int,
+    compiled: CompiledKernel | None = None,
+    *,
+    name: str | None = None,
 ) -> LoadedKernel:
-    """The kernel on a device, compiled (or taken from the cache) and loaded if it is not there yet.
+    """A kernel on a device, compiled (or taken from the cache) and loaded if it is not there yet.
+
+    Args:
+        spec, config, device_index: Which, and where.
+        compiled: Its binary, if the caller has it.
+        name: Of several kernels in a row, this one; default the main one, named like the kind.
 
     Raises:
         LaunchError: It is not there and the current stream is being captured into a CUDA graph.
         ToolchainError, CompileError, CacheError: It cannot be compiled.
     """
-    key = (spec, config, device_index)
+    name = name or spec.kind
+    key = (spec, config, device_index, name)
     kernel = _kernels.get(key)
     if kernel is not None:
         return kernel
-    # Compiling would stall the capture and loading a module is illegal in it: refuse before either touches the context.
-    if torch.cuda.is_current_stream_capturing():
-        raise LaunchError(
-            f"kernel {spec.slug()} is not loaded and cannot be while a CUDA graph is captured. Before the capture call "
-            f"fa2gen.runtime.warmup(q, k, v, causal={spec.causal}) with tensors of the same shapes, strides and dtype"
-        )
+    _require_no_capture(spec)
     with _build_lock:
         kernel = _kernels.get(key)
         if kernel is None:
             if compiled is None:
-                compiled = compile_kernel(kernel_source(spec, config), device_gpu(device_index).target)
+                compiled = compile_kernel(kernel_source(spec, config, name), device_gpu(device_index).target)
             kernel = load(compiled, device_index)
             _kernels[key] = kernel
     return kernel
+
+
+def loaded_kernels(
+    spec: KernelSpec, config: Config, device_index: int, names: Sequence[str]
+) -> dict[str, LoadedKernel]:
+    """Several kernels as :func:`loaded_kernel` gives them; what has to be compiled is compiled at once, in parallel."""
+    missing = _missing(spec, config, device_index, names)
+    if missing:
+        _require_no_capture(spec)
+    binaries: dict[str, CompiledKernel] = {}
+    if len(missing) > 1:
+        target = device_gpu(device_index).target
+        results = compile_many([(kernel_source(spec, config, name), target) for name in missing])
+        for name, result in zip(missing, results, strict=True):
+            if isinstance(result, CompileError):
+                raise result
+            binaries[name] = result
+    return {name: loaded_kernel(spec, config, device_index, binaries.get(name), name=name) for name in names}
+
+
+def _missing(spec: KernelSpec, config: Config, device_index: int, names: Sequence[str]) -> list[str]:
+    return [name for name in names if (spec, config, device_index, name) not in _kernels]
+
+
+def _require_no_capture(spec: KernelSpec) -> None:
+    """Compiling would stall the capture and loading a module is illegal in it: refuse before either is tried."""
+    if not torch.cuda.is_current_stream_capturing():
+        return
+    options = f"causal={spec.causal}"
+    if spec.kind == "bwd":
+        options += f", backward=True, deterministic={spec.deterministic}"
+    raise LaunchError(
+        f"kernel {spec.slug()} is not loaded and cannot be while a CUDA graph is captured. Before the capture call "
+        f"fa2gen.runtime.warmup(q, k, v, {options}) with tensors of the same shapes, strides and dtype"
+    )
 
 
 def build_plan(request: Request, config: FwdConfig, *, return_lse: bool, repairs: Tensor | None = None) -> Plan:
@@ -151,6 +251,11 @@ def build_plan(request: Request, config: FwdConfig, *, return_lse: bool, repairs
         return_lse: Whether the LSE is computed and returned.
         repairs: One uint32-sized element that counts repaired softmax steps.
     """
+    return build_plans(request, config, repairs)[return_lse]
+
+
+def build_plans(request: Request, config: FwdConfig, repairs: Tensor | None = None) -> tuple[Plan, Plan]:
+    """:func:`build_plan` without and with the LSE."""
     index, p, head_dim = request.device.index, request.problem, request.spec.head_dim
     out_strides = (p.seqlen_q * p.num_heads_q * head_dim, p.num_heads_q * head_dim, head_dim, 1)
     kernel = loaded_kernel(request.spec, config, index)
@@ -190,7 +295,7 @@ def build_plan(request: Request, config: FwdConfig, *, return_lse: bool, repairs
         run_kernel(grid, block, pointers + tail, raw_stream(index))
         return out, lse
 
-    return run_with_lse if return_lse else run
+    return run, run_with_lse
 
 
 def _torch_dtype(spec: KernelSpec) -> torch.dtype:

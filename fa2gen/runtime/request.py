@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.autograd import forward_ad
 
 from fa2gen.errors import ArgumentError, UnsupportedError
 from fa2gen.problem import Problem
-from fa2gen.spec import NATIVE_HEAD_DIMS, FwdConfig, KernelSpec
+from fa2gen.spec import NATIVE_HEAD_DIMS, BwdConfig, FwdConfig, KernelSpec
 
 from .copies import copy_reasons, is_aligned, padded_head_dim, used_strides
 
@@ -36,7 +37,8 @@ class Request:
         backend: ``"cuda"``, ``"emulator"`` or ``"reference"``.
         device: Of all three tensors.
         copied: Tensors that have to be copied, by name, and why.
-        strides: Element strides (batch, row, head) of q, k, v as given; 0 where an extent is 1.
+        strides: Element strides (batch, row, head) of q, k, v (and of a backward o and do) as given; 0 where an extent
+            is 1.
     """
 
     spec: KernelSpec
@@ -53,6 +55,19 @@ class Request:
         """The result needs no kernel: it has no elements, or there are no keys."""
         p = self.problem
         return 0 in (p.batch, p.seqlen_q, p.num_heads_q, p.seqlen_k)
+
+
+def backward_request(request: Request, tensors: Mapping[str, Tensor], *, deterministic: bool) -> Request:
+    """The request for a call's gradients.
+
+    Args:
+        request: For the call.
+        tensors: Its q, k and v, and where they are there o and do.
+        deterministic: Whether equal inputs must give equal bits.
+    """
+    spec = dataclasses.replace(request.spec, kind="bwd", alignment=16, deterministic=deterministic)
+    strides = {name: used_strides(x) for name, x in tensors.items()}
+    return dataclasses.replace(request, spec=spec, copied=copy_reasons(tensors), strides=strides)
 
 
 def read_request(
@@ -130,6 +145,15 @@ def _problem(batch: int, seqlen_q: int, seqlen_k: int, num_heads_q: int, num_hea
     return Problem(int(batch), int(seqlen_q), int(seqlen_k), int(num_heads_q), int(num_heads_k))
 
 
+def read_deterministic(value: Any) -> bool | None:
+    """None, True or False.
+
+    Raises:
+        ArgumentError: It is anything else.
+    """
+    return None if value is None else read_flag("deterministic", value)
+
+
 def read_flag(name: str, value: Any) -> bool:
     """True or False, also where it is spelt 1, 0 or ``numpy.True_``.
 
@@ -177,29 +201,28 @@ def _backend(backend: str, device: torch.device) -> str:
     return backend
 
 
-def require_config(backend: str, config: FwdConfig | None) -> None:
-    """Raise unless ``config`` is a config that the backend has a use for, or None."""
-    if config is None:
-        return
-    if not isinstance(config, FwdConfig):
-        raise ArgumentError(f"config must be a fa2gen.FwdConfig or None, got {type(config).__name__}")
-    if backend == "reference":
-        raise ArgumentError("config has no meaning for the reference backend; give backend='cuda' or 'emulator'")
+def require_config(backend: str, config: FwdConfig | None, backward_config: BwdConfig | None = None) -> None:
+    """Raise unless the configs are such that the backend has a use for, or None."""
+    for name, given, kind in (("config", config, FwdConfig), ("backward_config", backward_config, BwdConfig)):
+        if given is None:
+            continue
+        if not isinstance(given, kind):
+            raise ArgumentError(f"{name} must be a fa2gen.{kind.__name__} or None, got {type(given).__name__}")
+        if backend == "reference":
+            raise ArgumentError(f"{name} has no meaning for the reference backend; give backend='cuda' or 'emulator'")
 
 
-def refuse_gradients(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raise where autograd would have to differentiate the call.
+def require_no_tangents(tensors: Mapping[str, Tensor]) -> None:
+    """Raise where forward-mode differentiation would have to see through the call.
 
     Raises:
-        UnsupportedError: Grad mode is on and an input requires grad, or an input carries a forward-mode tangent.
+        UnsupportedError: A tensor carries a tangent.
     """
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.requires_grad and torch.is_grad_enabled():
-            raise UnsupportedError(
-                f"{name} requires grad, but this version has no backward: call under torch.no_grad() or detach it"
-            )
+    for name, x in tensors.items():
         if forward_ad._current_level >= 0 and _has_tangent(x):
-            raise UnsupportedError(f"{name} carries a forward-mode tangent, but this version has no derivative")
+            raise UnsupportedError(
+                f"{name} carries a forward-mode tangent, but attention has no forward-mode derivative; use backward()"
+            )
 
 
 def _has_tangent(x: Tensor) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor
 from fa2gen.errors import ArgumentError
 from fa2gen.runtime import attention, describe, plan, reset
 from fa2gen.runtime.copies import copied
-from fa2gen.spec import KernelSpec
+from fa2gen.spec import FwdConfig, KernelSpec
 from tests.runtime_fakes import FakeDevice
 from tests.runtime_fakes import call_inputs as _inputs
 from tests.runtime_fakes import unpacked as _unpacked
@@ -95,11 +95,11 @@ def test_copies(device: FakeDevice) -> None:
 
 
 def test_a_copying_call_refuses_what_others_refuse(device: FakeDevice) -> None:
-    """Warm or not: its plan is that of its copies, which know nothing of gradients or of a config's type."""
+    """Warm or not: its plan is that of its copies, which know nothing of a config's type."""
     tensors = _inputs(d=59)
     for _ in range(2):
-        with pytest.raises(ArgumentError, match="v requires grad"):
-            attention(*tensors[:2], tensors[2].clone().requires_grad_())
+        with pytest.raises(ArgumentError, match="backward_config must be"):
+            attention(*tensors, backward_config=FwdConfig())  # type: ignore[arg-type]
         with pytest.raises(ArgumentError, match="config must be"):
             attention(*tensors, config={"block_m": 64})  # type: ignore[arg-type]
         with pytest.raises(ArgumentError, match="return_lse must be"):

@@ -1,0 +1,70 @@
+"""What autograd records of an eager call. Traced and compiled programs record operators instead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from fa2gen.errors import UnsupportedError
+
+from .backward import gradients
+from .plan import Differentiable
+
+_is_grad_enabled = torch.is_grad_enabled
+_must_be_deterministic = torch._C._get_deterministic_algorithms
+
+
+class Attention(Function):
+    """Saves what the caller passed: the backward copies again what the forward had to copy."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: Differentiable) -> Any:
+        out, lse = call.forward(q, k, v)
+        ctx.save_for_backward(q, k, v, out, lse)
+        # An LSE that nobody used has no gradient, rather than zeros.
+        ctx.set_materialize_grads(False)
+        # What torch asks for now, not when the backward runs.
+        ctx.options = call.options[_must_be_deterministic()]
+        return (out, lse) if call.return_lse else out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> Any:
+        q, k, v, out, lse = ctx.saved_tensors
+        if dout is None:
+            if dlse is None:
+                return None, None, None, None
+            dout = torch.zeros_like(out)
+        # Grad mode is on where the backward itself is to be differentiated (create_graph=True).
+        compute = AttentionGradients.apply if _is_grad_enabled() else gradients
+        dq, dk, dv = compute(ctx.options, dout, dlse, q, k, v, out, lse)
+        needs_dq, needs_dk, needs_dv, _ = ctx.needs_input_grad
+        return dq if needs_dq else None, dk if needs_dk else None, dv if needs_dv else None, None
+
+
+class AttentionGradients(Function):
+    """Gradients that have a history, as create_graph=True wants, which ends here."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Any:
+        return gradients(*args)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> NoReturn:
+        refuse_second_derivative()
+
+
+def refuse_second_derivative(*_: Any) -> NoReturn:
+    """Raise UnsupportedError."""
+    raise UnsupportedError(
+        "attention can be differentiated once: its gradients have no derivative. Where second derivatives are needed, "
+        "use torch.nn.functional.scaled_dot_product_attention with SDPBackend.MATH"
+    )
+
+
+# Function.apply without the Python around it, a third of its time: transforms of torch.func are met as operators.
+record: Callable[[Tensor, Tensor, Tensor, Differentiable], Any] = super(Function, Attention).apply
+"""The results of a call on q, k and v, one of which requires grad, with a history."""

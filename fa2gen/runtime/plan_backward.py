@@ -1,0 +1,125 @@
+"""From a request for gradients to a function that launches their kernels in a row."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import struct
+from collections.abc import Callable
+from operator import itemgetter
+
+import torch
+from torch import Tensor
+
+from fa2gen.codegen import PARAMS
+from fa2gen.launch import Launch, LaunchPlan, bwd_plan
+from fa2gen.spec import BwdConfig
+
+from . import plan
+from .plan import BackwardPlan
+from .request import Request
+
+# Addresses in the order of a plan's arguments and results, then one that is null.
+_TENSORS = ("q", "k", "v", "o", "lse", "dout", "dlse", "dq", "dk", "dv", "null")
+
+_Strides = tuple[int, int, int]
+_Empty = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]
+
+
+def build_backward_plan(request: Request, config: BwdConfig, *, poisoned: bool = False) -> BackwardPlan:
+    """A function that launches the gradients of this request on tensors like the request's.
+
+    Args:
+        request: For gradients, with the strides of q, k, v, o and dout; on a CUDA device, not empty, nothing to copy,
+            softmax_scale at least 0. lse, and dlse where it is given, are contiguous.
+        config: Legal for it.
+        poisoned: Fill gradients and workspaces with NaN first, so that what no kernel writes shows.
+    """
+    index, p, head_dim = request.device.index, request.problem, request.spec.head_dim
+    q_shape, k_shape = (
+        (p.batch, p.seqlen_q, p.num_heads_q, head_dim),
+        (p.batch, p.seqlen_k, p.num_heads_k, head_dim),
+    )
+    q_strides, k_strides = contiguous_strides(q_shape), contiguous_strides(k_shape)
+    launch_plan = plan_launches(request, config, q_strides[:3], k_strides[:3], plan.device_gpu(index).l2_bytes)
+    names = tuple(launch.kernel for launch in launch_plan.launches)
+    kernels = plan.loaded_kernels(request.spec, config, index, names)
+    # All workspaces are parts of one allocation; each part's size is a multiple of 256 bytes.
+    ends = list(itertools.accumulate(workspace.num_bytes for workspace in launch_plan.workspaces))
+    offsets, size = (0, *ends[:-1]), (ends[-1],)
+    fields = _TENSORS + tuple(workspace.pointer for workspace in launch_plan.workspaces)
+    # Locals of a closure, as in the forward's plan.
+    steps = tuple(
+        (kernels[launch.kernel].launch, launch.grid, (launch.num_threads, 1, 1), *_parameters(launch, fields))
+        for launch in launch_plan.launches
+    )
+    dtype, uint8 = plan._torch_dtype(request.spec), torch.uint8
+    empty, raw_stream = plan._empty_function(request.device), plan._raw_stream_function()
+    empty = _poisoned(empty) if poisoned else empty
+
+    def run(
+        q_ptr: int, k_ptr: int, v_ptr: int, o_ptr: int, lse_ptr: int, dout_ptr: int, dlse_ptr: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dq = empty(q_shape, q_strides, dtype)
+        dk = empty(k_shape, k_strides, dtype)
+        dv = empty(k_shape, k_strides, dtype)
+        # Freed when this returns: torch's allocator hands it to later work of this stream only.
+        workspace = empty(size, (1,), uint8)
+        start = workspace.data_ptr()
+        addresses = (
+            q_ptr,
+            k_ptr,
+            v_ptr,
+            o_ptr,
+            lse_ptr,
+            dout_ptr,
+            dlse_ptr,
+            dq.data_ptr(),
+            dk.data_ptr(),
+            dv.data_ptr(),
+            0,
+            *[start + offset for offset in offsets],
+        )
+        stream = raw_stream(index)
+        for run_kernel, grid, block, pack, pick, tail in steps:
+            run_kernel(grid, block, pack(*pick(addresses)) + tail, stream)
+        return dq, dk, dv
+
+    return run
+
+
+def plan_launches(
+    request: Request, config: BwdConfig, q_strides: _Strides, k_strides: _Strides, l2_bytes: int
+) -> LaunchPlan:
+    """The launches for a request's gradients, whose strides (batch, row, head) are given for dq and for dk and dv."""
+    return bwd_plan(
+        request.spec,
+        config,
+        request.problem,
+        strides={**request.strides, "dq": q_strides, "dk": k_strides, "dv": k_strides},
+        softmax_scale=request.softmax_scale,
+        l2_bytes=l2_bytes,
+    )
+
+
+def contiguous_strides(shape: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
+    """Strides of a new tensor."""
+    _, rows, heads, head_dim = shape
+    return (rows * heads * head_dim, heads * head_dim, head_dim, 1)
+
+
+def _poisoned(empty: _Empty) -> _Empty:
+    # Bytes of ones are NaN in every floating-point type.
+    return lambda shape, strides, dtype: empty(shape, strides, dtype).fill_(255 if dtype == torch.uint8 else math.nan)
+
+
+def _parameters(
+    launch: Launch, fields: tuple[str, ...]
+) -> tuple[Callable[..., bytes], Callable[[tuple[int, ...]], tuple[int, ...]], bytes]:
+    """Packing of a launch's pointers, which of all addresses they are, and the bytes of the struct behind them.
+
+    A pointer that is neither a tensor's nor a workspace of this plan stays null.
+    """
+    pointers = PARAMS[launch.kernel].pointers
+    picked = [fields.index(name if name in fields else "null") for name in pointers]
+    return struct.Struct(f"<{len(pointers)}Q").pack, itemgetter(*picked), launch.params[8 * len(pointers) :]
