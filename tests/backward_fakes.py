@@ -45,7 +45,7 @@ class Faults:
     ds_of_rounded_p: bool = False
 
 
-def backward_kernel(spec: KernelSpec, faults: Faults = Faults()) -> BackwardRunner:  # noqa: B008
+def backward_kernel(spec: KernelSpec, faults: Faults = Faults()) -> BackwardRunner:
     """P = exp2(S c - LSE log2 e) in float32; P and dS are rounded to 16 bit before the products they are factors of."""
 
     def run(
