@@ -10,25 +10,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import jinja2
-
 from . import __version__
-from .codegen import PARAMS, KernelSource, ParamStruct, grid_rule, render_kernel, template_hash
+from .codegen import PARAMS, KernelSource, ParamStruct, grid_rule, render_kernels, template_hash
 from .constraints import default_config, infeasible_reason
-from .data import data_dir
+from .emit_example import EXAMPLE_FILES, Call, example_files
 from .errors import ArgumentError, InfeasibleError
 from .hardware import Gpu, arch_limits, supported_compute_capabilities
 from .problem import Problem
-from .spec import FwdConfig, KernelSpec
+from .spec import BwdConfig, Config, KernelSpec
 from .tables import Match, lookup
-from .tiles import rows_per_pass
 from .tuning.report import usual_problem
 
 #: What :func:`emit` writes besides the kernels.
-EXTRA_FILES = ("manifest.json", "main.cpp", "Makefile", "README.md")
+EXTRA_FILES = ("manifest.json", *EXAMPLE_FILES)
 
-# Field kind of the kernels' parameter structs -> type in host code.
-_HOST_TYPES = {"pointer": "CUdeviceptr", "i64": "int64_t", "int": "int", "float": "float"}
 _FIELD_BYTES = {"pointer": 8, "i64": 8, "int": 4, "float": 4}
 
 
@@ -55,9 +50,9 @@ def choose(
     *,
     seqlen_q: int = 2048,
     seqlen_k: int | None = None,
-    config: FwdConfig | Literal["default"] | None = None,
-) -> EmittedKernel:
-    """The kernel for a spec: its source, and how its config was chosen.
+    config: Config | Literal["default"] | None = None,
+) -> tuple[EmittedKernel, ...]:
+    """The kernels for a spec in the order in which they run: their sources, and how their config was chosen.
 
     Args:
         spec, gpu: What is computed, and on which chip.
@@ -76,7 +71,10 @@ def choose(
         if reason := infeasible_reason(spec, config, gpu.arch):
             raise InfeasibleError(f"{config.slug()} cannot run {spec.slug()} on {gpu.name}: {reason}")
         match = Match(config, "given", 0, False, None)
-    return EmittedKernel(f"{spec.slug()}.cu", render_kernel(spec, match.config), match, problem)
+    sources = render_kernels(spec, match.config)
+    # The spec's slug, with the kernel's name in the place of the kind.
+    names = [f"{source.kernel}{spec.slug().removeprefix(spec.kind)}.cu" for source in sources]
+    return tuple(EmittedKernel(name, source, match, problem) for name, source in zip(names, sources, strict=True))
 
 
 def emit(
@@ -86,9 +84,9 @@ def emit(
     *,
     seqlen_q: int = 2048,
     seqlen_k: int | None = None,
-    config: FwdConfig | Literal["default"] | None = None,
+    config: Config | Literal["default"] | None = None,
 ) -> list[EmittedKernel]:
-    """Writes one ``.cu`` per spec, and ``EXTRA_FILES``.
+    """Writes one ``.cu`` for each kernel of the specs, and ``EXTRA_FILES``.
 
     Args:
         specs: What to write; no two alike.
@@ -105,11 +103,12 @@ def emit(
         raise ArgumentError("specs must name at least one kernel")
     if os.path.lexists(out) and not out.is_dir():
         raise ArgumentError(f"out must be a folder, {out} is a {'file' if out.exists() else 'link that leads nowhere'}")
-    kernels = [choose(spec, gpu, seqlen_q=seqlen_q, seqlen_k=seqlen_k, config=config) for spec in specs]
+    chosen = [choose(spec, gpu, seqlen_q=seqlen_q, seqlen_k=seqlen_k, config=config) for spec in specs]
+    kernels = [kernel for call in chosen for kernel in call]
     texts = {kernel.file: kernel.source.text for kernel in kernels}
     texts["manifest.json"] = json.dumps(manifest(kernels, gpu), indent=2) + "\n"
-    texts |= _example(kernels, gpu)
-    _write_all(out, texts)
+    calls = [Call(tuple((kernel.file, kernel.source) for kernel in call)) for call in chosen]
+    _write_all(out, texts | example_files(calls, gpu))
     return kernels
 
 
@@ -131,7 +130,11 @@ def _write_all(out: Path, texts: Mapping[str, str]) -> None:
 
 
 def manifest(kernels: Sequence[EmittedKernel], gpu: Gpu) -> dict[str, Any]:
-    """What a program needs to know to compile and launch the kernels, as JSON."""
+    """What a program needs to know to compile and launch the kernels, as JSON.
+
+    The kernels of a backward follow each other in the order in which they are launched, one after the other on a
+    stream; workspaces of the same name are the same memory.
+    """
     return {
         "fa2gen": __version__,
         "gpu": gpu.name,
@@ -142,7 +145,7 @@ def manifest(kernels: Sequence[EmittedKernel], gpu: Gpu) -> dict[str, Any]:
 
 def _manifest_entry(kernel: EmittedKernel) -> dict[str, Any]:
     source, match, problem = kernel.source, kernel.match, kernel.problem
-    params = PARAMS[source.spec.kind]
+    params = PARAMS[source.kernel]
     chosen: dict[str, Any] = {
         "for": {name: getattr(problem, name) for name in Problem.__dataclass_fields__},
         "source": match.source,
@@ -158,20 +161,43 @@ def _manifest_entry(kernel: EmittedKernel) -> dict[str, Any]:
     return {
         "file": kernel.file,
         "entry": source.entry,
+        "kernel": source.kernel,
         "spec": source.spec.canonical(),
         "config": source.config.canonical(),
         "targets": _targets(source),
         "launch": {
-            "grid": [grid_rule(source.spec, source.config), "1", "1"],
+            "grid": [grid_rule(source.spec, source.config, source.kernel), "1", "1"],
             "block": [source.num_threads, 1, 1],
             "dynamic_smem_bytes": source.smem_bytes,
             "max_dynamic_smem_must_be_set": source.smem_bytes > 48 * 1024,
+        },
+        "workspaces": {
+            name: rule for name, rule in workspace_rules(source.spec, source.config).items() if name in params.pointers
         },
         "alignment_bytes": source.spec.alignment,
         "parameters": {"struct": params.name, "bytes": params.size, "fields": _field_list(params)},
         "config_chosen": chosen,
         "template_hash": template_hash(source.spec.kind, source.config.family),
     }
+
+
+def workspace_rules(spec: KernelSpec, config: Config) -> dict[str, str]:
+    """Scratch memory of a call: pointer to bytes, as formulas like ``codegen.grid_rule``; {} for a forward.
+
+    Its contents do not matter.
+    """
+    if not isinstance(config, BwdConfig):
+        return {}
+    m_blocks, width = f"ceil(seqlen_q / {config.block_m})", spec.native_head_dim
+    rows = f"batch * num_heads * {m_blocks} * {config.block_m} * 4"
+    rules = {"lse_log2": rows, "delta": rows, "dq_accum": f"{rows} * {width}"}
+    if config.split_heads:
+        keys = f"batch * num_heads_k * ceil(seqlen_k / {config.block_n}) * {config.block_n}"
+        rules["dk_accum"] = rules["dv_accum"] = f"{keys} * 4 * {width}"
+    if spec.deterministic:
+        # Cleared 16 bytes at a time.
+        rules["semaphores"] = f"ceil(batch * num_heads * {m_blocks} * {config.num_warps} * 4 / 16) * 16"
+    return rules
 
 
 def _targets(source: KernelSource) -> list[str]:
@@ -186,48 +212,3 @@ def _field_list(params: ParamStruct) -> list[dict[str, Any]]:
         fields.append({"name": field.name, "type": field.kind, "offset": offset, "meaning": field.meaning})
         offset += _FIELD_BYTES[field.kind]
     return fields
-
-
-def _example(kernels: Sequence[EmittedKernel], gpu: Gpu) -> dict[str, str]:
-    """``main.cpp``, ``Makefile`` and ``README.md`` for the kernels."""
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(data_dir("templates")),
-        undefined=jinja2.StrictUndefined,
-        keep_trailing_newline=True,
-        trim_blocks=True,
-        autoescape=False,
-    )
-    params = PARAMS[kernels[0].source.spec.kind]
-    rows = [
-        {
-            "file": kernel.file,
-            "dtype": kernel.source.spec.dtype,
-            "cubin": Path(kernel.file).with_suffix(".cubin").name,
-            "entry": kernel.source.entry,
-            "head_dim": kernel.source.spec.head_dim,
-            "gqa_ratio": kernel.source.spec.gqa_ratio,
-            "block_m": kernel.source.config.block_m,
-            "block_n": kernel.source.config.block_n,
-            "rows_per_pass": rows_per_pass(kernel.source.spec, kernel.source.config),
-            "packed_heads": kernel.source.spec.gqa_ratio if kernel.source.config.pack_gqa else 1,
-            "grid": grid_rule(kernel.source.spec, kernel.source.config),
-            "num_threads": kernel.source.num_threads,
-            "smem_bytes": kernel.source.smem_bytes,
-            "bf16": str(kernel.source.spec.dtype == "bf16").lower(),
-            "causal": str(kernel.source.spec.causal).lower(),
-        }
-        for kernel in kernels
-    ]
-    context = {
-        "version": __version__,
-        "gpu": gpu.name,
-        "target": gpu.target,
-        "cubins": [row["cubin"] for row in rows],
-        "kernels": rows,
-        "params_bytes": params.size,
-        "fields": [(f.heading, f"{_HOST_TYPES[f.kind]} {f.name};", f.meaning) for f in params.fields],
-    }
-    return {
-        name: environment.get_template(f"emit/{name}.j2").render(context).rstrip("\n") + "\n"
-        for name in EXTRA_FILES[1:]
-    }

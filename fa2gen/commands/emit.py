@@ -14,6 +14,8 @@ from .options import (
     given,
     gpu_option,
     json_option,
+    kind_options,
+    kinds_of,
     make_specs,
     out_option,
     parse_config,
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 
 
 @click.command("emit")
+@kind_options
 @spec_options(gqa=(1,))
 @gpu_option("GPU whose tuned configs and target are used. [default: the one found, else a100]")
 @seqlen_options(2048)
@@ -35,6 +38,8 @@ if TYPE_CHECKING:
 @click.option("--stdout", "to_stdout", is_flag=True, help="Print one kernel instead of writing files.")
 @json_option
 def command(
+    kind: str,
+    deterministic: bool,
     headdims: tuple[int, ...],
     dtypes: tuple[str, ...],
     causal: bool | None,
@@ -49,14 +54,15 @@ def command(
 ) -> None:
     """Write kernels as CUDA files that nvcc compiles alone.
 
-    Every combination of the options is one file; the lengths say which tuned config it gets, the kernel serves any.
-    With them come manifest.json (specs, configs, launch rules, parameters), main.cpp (launches the kernels through the
-    CUDA driver API and checks the results), a Makefile and a README.md.
+    Every combination of the options is one file, or three of a backward; the lengths say which tuned config it gets,
+    the kernel serves any. With them come manifest.json (specs, configs, launch rules, parameters), main.cpp (launches
+    the kernels through the CUDA driver API and checks the results), a Makefile and a README.md.
 
     \b
     Examples:
       fa2gen emit --headdim 128 --causal --gpu a100 -o out/
       nvcc -cubin -arch=sm_80 out/fwd_d128_bf16_causal_gqa1.cu
+      fa2gen emit --kind both --headdim 128 --gpu h200 -o out/
       fa2gen emit --headdim 64 --dtype fp16 --causal --config default --stdout
     """
     from ..emit import EXTRA_FILES, choose, emit, manifest
@@ -67,8 +73,9 @@ def command(
         raise click.UsageError(
             "--json tells what --out wrote; it does not go with --stdout", click.get_current_context()
         )
-    specs = make_specs(headdims, dtypes, causal, gqa_ratios)
-    parsed = parse_config(config)
+    kinds = kinds_of(kind, deterministic=deterministic)
+    specs = make_specs(headdims, dtypes, causal, gqa_ratios, kinds, deterministic=deterministic)
+    parsed = parse_config(config, kind)
     chosen = None if parsed == "tuned" else parsed
     if chosen is not None and (given("seqlen_q") or given("seqlen_k")):
         raise click.UsageError(
@@ -77,13 +84,17 @@ def command(
         )
     gpu = resolve_gpu(gpu_name, default="a100")
     if out is None:
+        if "bwd" in kinds:
+            raise click.UsageError(
+                "--stdout prints one kernel, a backward is three: give --out", click.get_current_context()
+            )
         if len(specs) > 1:
             raise click.UsageError(
                 f"--stdout prints one kernel, the options name {len(specs)}: "
                 "give --headdim, --dtype, --causal or --no-causal, and --gqa once each",
                 click.get_current_context(),
             )
-        kernel = choose(specs[0], gpu, seqlen_q=seqlen_q, seqlen_k=seqlen_k, config=chosen)
+        (kernel,) = choose(specs[0], gpu, seqlen_q=seqlen_q, seqlen_k=seqlen_k, config=chosen)
         click.echo(kernel.source.text, nl=False)
         return
     kernels = emit(specs, gpu, out, seqlen_q=seqlen_q, seqlen_k=seqlen_k, config=chosen)
@@ -99,4 +110,6 @@ def command(
 def _report(kernels: list[EmittedKernel], out: Path) -> None:
     for kernel in kernels:
         click.echo(f"{out / kernel.file}")
-        click.echo(f"  {kernel.match.describe()}")
+        # The kernels around a backward's main one have its config.
+        if kernel.source.kernel == kernel.source.spec.kind:
+            click.echo(f"  {kernel.match.describe()}")

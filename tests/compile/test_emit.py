@@ -9,7 +9,6 @@ import re
 import shutil
 import struct
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,107 +19,11 @@ from fa2gen.cli import main
 from fa2gen.codegen import FWD_PARAMS, template_hash
 from fa2gen.compile.nvcc import find_nvcc
 from fa2gen.emit import EXTRA_FILES, emit
-from fa2gen.emulator import find_host_compiler
-from fa2gen.errors import ToolchainError
 from fa2gen.hardware import get_gpu
 from fa2gen.launch import POINTERS, fwd_plan
 from fa2gen.problem import Problem
 from fa2gen.spec import FwdConfig, KernelSpec
-
-# Odd on purpose; 3 batches of 2 key/value heads.
-SEQLEN_Q, SEQLEN_K, BATCH, NUM_HEADS_K = 67, 35, 3, 2
-
-# Enough of the driver for main.cpp to run without a GPU: memory is malloc's. A launch writes down what it was given,
-# and by the variable STUB does nothing, computes attention ("right") or leaves out every last key ("drops a key"). With
-# "no GPU", "other chip" and "small chip" it never comes to a launch.
-STUB_DRIVER = r"""
-#include <cuda.h>
-#include <math.h>
-#include <stdint.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-static int stub_is(const char* name) { return getenv("STUB") && !strcmp(getenv("STUB"), name); }
-CUresult cuInit(unsigned f) { return stub_is("no GPU") ? CUDA_ERROR_NO_DEVICE : CUDA_SUCCESS; }
-CUresult cuDeviceGetCount(int* n) { *n = 1; return CUDA_SUCCESS; }
-CUresult cuDeviceGetName(char* name, int n, CUdevice d) { snprintf(name, n, "Stub"); return CUDA_SUCCESS; }
-CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute a, CUdevice d) {
-  *value = a == CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR   ? 8
-           : a == CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR ? 9
-           : stub_is("small chip")                             ? 1024
-                                                               : 101376;
-  return CUDA_SUCCESS;
-}
-CUresult cuDeviceGet(CUdevice* d, int i) { *d = i; return CUDA_SUCCESS; }
-CUresult cuDevicePrimaryCtxRetain(CUcontext* c, CUdevice d) { *c = (CUcontext)1; return CUDA_SUCCESS; }
-CUresult cuDevicePrimaryCtxRelease(CUdevice d) { return CUDA_SUCCESS; }
-CUresult cuCtxSetCurrent(CUcontext c) { return CUDA_SUCCESS; }
-CUresult cuCtxSynchronize(void) { return CUDA_SUCCESS; }
-CUresult cuGetErrorString(CUresult r, const char** s) { *s = "stub"; return CUDA_SUCCESS; }
-CUresult cuMemAlloc(CUdeviceptr* p, size_t n) { *p = (CUdeviceptr)malloc(n); return CUDA_SUCCESS; }
-CUresult cuMemFree(CUdeviceptr p) { free((void*)p); return CUDA_SUCCESS; }
-CUresult cuMemcpyHtoD(CUdeviceptr d, const void* s, size_t n) { memcpy((void*)d, s, n); return CUDA_SUCCESS; }
-CUresult cuMemcpyDtoH(void* d, CUdeviceptr s, size_t n) { memcpy(d, (void*)s, n); return CUDA_SUCCESS; }
-CUresult cuModuleLoadData(CUmodule* m, const void* image) {
-  *m = (CUmodule)1;
-  return stub_is("other chip") ? CUDA_ERROR_NO_BINARY_FOR_GPU : CUDA_SUCCESS;
-}
-CUresult cuModuleUnload(CUmodule m) { return CUDA_SUCCESS; }
-CUresult cuModuleGetFunction(CUfunction* f, CUmodule m, const char* name) {
-  *f = (CUfunction)strdup(name);
-  return CUDA_SUCCESS;
-}
-static float load(CUdeviceptr p, int64_t i, int bf16) {
-  if (!bf16) return (float)((_Float16*)p)[i];
-  uint32_t u = (uint32_t)((uint16_t*)p)[i] << 16;
-  float x;
-  memcpy(&x, &u, 4);
-  return x;
-}
-static void store(CUdeviceptr p, int64_t i, int bf16, float x) {
-  if (!bf16) { ((_Float16*)p)[i] = (_Float16)x; return; }
-  uint32_t u;
-  memcpy(&u, &x, 4);
-  ((uint16_t*)p)[i] = (u + 0x7fff + (u >> 16 & 1)) >> 16;
-}
-static void attend(struct FwdParams p, int bf16, int gqa, int dropped) {
-  const int d = p.q_head_stride;
-  double *w = malloc(8 * p.seqlen_k), *o = malloc(8 * d);
-  for (int b = 0; b < p.batch; b++) for (int h = 0; h < p.num_heads; h++) for (int i = 0; i < p.seqlen_q; i++) {
-    int visible = i + 1 + p.seqlen_k - p.seqlen_q;
-    visible = (visible < 0 ? 0 : visible) - (visible > dropped ? dropped : 0);
-    double sum = 0;
-    memset(o, 0, 8 * d);
-    for (int j = 0; j < visible; j++) {
-      double s = 0;
-      for (int c = 0; c < d; c++)
-        s += (double)load(p.q, b * p.q_batch_stride + i * p.q_row_stride + h * p.q_head_stride + c, bf16) *
-             load(p.k, b * p.k_batch_stride + j * p.k_row_stride + h / gqa * p.k_head_stride + c, bf16);
-      sum += w[j] = exp(s * p.softmax_scale);
-      for (int c = 0; c < d; c++)
-        o[c] += w[j] * load(p.v, b * p.v_batch_stride + j * p.v_row_stride + h / gqa * p.v_head_stride + c, bf16);
-    }
-    for (int c = 0; c < d; c++)
-      store(p.o, b * p.o_batch_stride + i * p.o_row_stride + h * p.o_head_stride + c, bf16, visible ? o[c] / sum : 0);
-    ((float*)p.softmax_lse)[(b * p.num_heads + h) * (int64_t)p.seqlen_q + i] = log(sum);
-  }
-  free(w), free(o);
-}
-static int max_smem;
-CUresult cuFuncSetAttribute(CUfunction f, CUfunction_attribute a, int v) { max_smem = v; return CUDA_SUCCESS; }
-CUresult cuLaunchKernel(CUfunction f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
-                        unsigned smem, CUstream s, void** arguments, void** extra) {
-  const char *stub = getenv("STUB"), *name = (char*)f;
-  const int gqa = atoi(strstr(name, "gqa") + 3);
-  if (stub) attend(*(struct FwdParams*)arguments[0], !!strstr(name, "bf16"), gqa, *stub == 'd');
-  FILE* file = fopen("launches.txt", "a");
-  fprintf(file, "%s %u %u %u %u %u %u %u %d ", (char*)f, gx, gy, gz, bx, by, bz, smem, max_smem);
-  for (int i = 0; i < (int)sizeof(struct FwdParams); i++) fprintf(file, "%02x", ((unsigned char*)arguments[0])[i]);
-  fprintf(file, "\n");
-  fclose(file);
-  return CUDA_SUCCESS;
-}
-"""
+from tests.emit_runs import BATCH, NUM_HEADS_K, SEQLEN_K, SEQLEN_Q, built, launched, require_formatted, run_example
 
 
 @pytest.fixture(scope="module")
@@ -139,63 +42,13 @@ def manifest(emitted: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def cuda_include() -> Path:
-    try:
-        nvcc = find_nvcc()
-    except ToolchainError as error:
-        pytest.skip(str(error))
-    roots = [root for root in (nvcc.root, nvcc.path.resolve().parents[1]) if root]
-    for folder in (root / "include" for root in roots):
-        if (folder / "cuda.h").is_file():
-            return folder
-    pytest.skip("no cuda.h beside nvcc")
-
-
-@pytest.fixture(scope="module")
 def example(emitted: Path, cuda_include: Path, tmp_path_factory: Any) -> Path:
     return built(emitted, cuda_include, tmp_path_factory.mktemp("example") / "out")
-
-
-def built(emitted: Path, cuda_include: Path, build: Path) -> Path:
-    """A copy of the folder in which main.cpp is built against the stub driver."""
-    shutil.copytree(emitted, build)
-    (struct_text,) = re.findall(r"struct FwdParams \{.*?\};", (build / "main.cpp").read_text(), re.S)
-    (build / "stub.c").write_text(STUB_DRIVER.replace("static float load", f"{struct_text}\nstatic float load", 1))
-    subprocess.run(
-        ["gcc", "-shared", "-fPIC", "-w", "-O1", f"-I{cuda_include}", "stub.c", "-o", "libcuda.so", "-lm"],
-        cwd=build, check=True, timeout=120,
-    )  # fmt: skip
-    # The folder's own Makefile finds cuda.h by itself.
-    subprocess.run(
-        ["make", "attention", f"NVCC={find_nvcc().path}", f"CXX={find_host_compiler()}"]
-        + ["CXXFLAGS=-O0 -Wall -Wextra -Werror", "LDFLAGS=-L. -Wl,-rpath,'$$ORIGIN'"],
-        cwd=build, check=True, timeout=240,
-    )  # fmt: skip
-    for kernel in build.glob("*.cu"):
-        kernel.with_suffix(".cubin").write_bytes(b"stub")
-    return build
-
-
-def run_example(folder: Path, *sizes: int, stub: str | None = None) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | ({"STUB": stub} if stub else {})
-    return subprocess.run(
-        ["./attention", *map(str, sizes)], cwd=folder, env=environment, capture_output=True, text=True, timeout=240
-    )
 
 
 @pytest.fixture(scope="module")
 def launches(example: Path, manifest: dict[str, Any]) -> list[list[str]]:
     return launched(example, manifest)
-
-
-def launched(example: Path, manifest: dict[str, Any]) -> list[list[str]]:
-    """What main.cpp launched: one list of words per kernel."""
-    (example / "launches.txt").unlink(missing_ok=True)
-    done = run_example(example, SEQLEN_Q, SEQLEN_K, BATCH, NUM_HEADS_K)
-    # A launch that does nothing must not pass: the output keeps its NaN.
-    assert done.returncode == 1
-    assert done.stdout.count("WRONG") == len(manifest["kernels"])
-    return [line.split() for line in (example / "launches.txt").read_text().splitlines()]
 
 
 @pytest.mark.parametrize("sizes", [(33, 70, 2, 1), (70, 33, 1, 2)])
@@ -291,17 +144,7 @@ def test_make_needs_no_driver(emitted: Path, tmp_path: Path) -> None:
 
 
 def test_example_is_formatted(emitted: Path) -> None:
-    # Beside this interpreter, whose environment need not be the shell's.
-    folders = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
-    program = shutil.which("clang-format", path=folders)
-    if program is None:
-        pytest.skip("clang-format is not installed; the extra [test] brings it")
-    style = Path(__file__).parents[2] / ".clang-format"
-    done = subprocess.run(
-        [program, f"--style=file:{style}", "--dry-run", "--Werror", str(emitted / "main.cpp")],
-        capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    require_formatted(emitted / "main.cpp")
 
 
 def test_readme_names_every_kernel(emitted: Path, manifest: dict[str, Any]) -> None:

@@ -57,8 +57,8 @@ def test_given_config(text: str, config: FwdConfig, tmp_path: Path) -> None:
 
 
 def test_launch_rule_and_targets_are_machine_readable() -> None:
-    small = choose(SPEC, get_gpu("a100"), config=FwdConfig(num_stages=1))
-    large = choose(SPEC, get_gpu("a100"), config=FwdConfig(block_n=128, step_n=64, num_stages=3))
+    (small,) = choose(SPEC, get_gpu("a100"), config=FwdConfig(num_stages=1))
+    (large,) = choose(SPEC, get_gpu("a100"), config=FwdConfig(block_n=128, step_n=64, num_stages=3))
     from fa2gen.emit import manifest
 
     entries = manifest([small, large], get_gpu("a100"))["kernels"]
