@@ -270,6 +270,15 @@ def head_comment(spec: KernelSpec, config: Config, kernel: str | None = None) ->
     )
 
 
+# In terms of parameters, for these kernels are the same for configs of any tile sizes.
+_HEAD_GRIDS = {
+    ("bwd_preprocess", False): "batch * num_heads * num_row_blocks",
+    ("bwd_preprocess", True): "batch * num_heads * num_row_blocks",
+    ("bwd_postprocess", False): "num_dq_blocks",
+    ("bwd_postprocess", True): "num_dq_blocks + 2 * num_dk_blocks",
+}
+
+
 def _backward_head_comment(spec: KernelSpec, config: BwdConfig, kernel: str) -> str:
     num_threads, smem_bytes = launch_size(spec, config, kernel)
     chips = map(arch_limits, supported_compute_capabilities())
@@ -286,7 +295,7 @@ def _backward_head_comment(spec: KernelSpec, config: BwdConfig, kernel: str) -> 
             smem_bytes=smem_bytes,
             params=PARAMS[kernel],
             fits=[chip.target for chip in chips if infeasible_reason(spec, config, chip) is None],
-            grid=grid_rule(spec, config, kernel),
+            grid=_HEAD_GRIDS[kernel, config.split_heads] if kernel != "bwd" else grid_rule(spec, config, kernel),
             spec_text=_assignments(spec.canonical()),
             config_text=_assignments(config.canonical()),
         )

@@ -138,5 +138,6 @@ FUNC void take_over(ScoreFragments& frag, u32 lane) {
 // whole.
 FUNC int partner_barrier(const WarpPlace& place) { return 1 + place.in_role; }
 FUNC int pair_barrier(const WarpPlace& place) {
-  return 1 + (kRoles == 2 ? kNumWarps / 2 : 0) + place.role * (kNumWarps / kRoles / kWarpsD) + place.n;
+  constexpr int kFirst = 1 + (kRoles == 2 ? kNumWarps / 2 : 0), kPairs = kNumWarps / kRoles / kWarpsD;
+  return kFirst + place.role * kPairs + place.n;
 }

@@ -6,7 +6,8 @@
 // before it.
 
 struct WorkTile {
-  int n_block, batch, head_k, head_q;  // head_q: the block's query head, or the first of the group that it walks over
+  int n_block, batch, head_k;
+  int head_q;  // the block's query head, or the first of the group that it walks over
 };
 
 FUNC WorkTile work_tile(const BwdParams& p) {
@@ -16,9 +17,12 @@ FUNC WorkTile work_tile(const BwdParams& p) {
   const int heads = min_i32(p.heads_per_section, p.batch * num_heads - first_head);  // the last section may be smaller
   const int id = blockIdx.x % section_tiles;
   const int head = first_head + id % heads;
-  const int in_batch = head % num_heads;
-  return {id / heads, head / num_heads, kSplitHeads ? in_batch / kGqaRatio : in_batch,
-          kSplitHeads ? in_batch : in_batch * kGqaRatio};
+  WorkTile work;
+  work.n_block = id / heads;
+  work.batch = head / num_heads;
+  work.head_k = kSplitHeads ? head % num_heads / kGqaRatio : head % num_heads;
+  work.head_q = kSplitHeads ? head % num_heads : work.head_k * kGqaRatio;
+  return work;
 }
 
 // The tile of queries to load next: from last to first, head after head.
