@@ -14,7 +14,8 @@ from fa2gen.cli import main
 from fa2gen.commands.options import gpu_at_hand
 from fa2gen.compile.nvcc import find_nvcc
 from fa2gen.emit import emit
-from fa2gen.spec import FwdConfig, KernelSpec
+from fa2gen.spec import CONFIGS as CONFIG_CLASSES
+from fa2gen.spec import KernelSpec
 
 
 def _libcuda_folder(tmp_path: Path) -> Path:
@@ -35,10 +36,12 @@ def _libcuda_folder(tmp_path: Path) -> Path:
 SIZES = [(), (113, 203, 3, 2), (1, 65, 1, 1), (70, 3, 2, 1)]
 
 
+@pytest.mark.parametrize("kind", [("fwd",), ("bwd",), ("bwd", "--deterministic")], ids=" ".join)
 @pytest.mark.parametrize("sizes", SIZES)
-def test_example_is_right(sizes: tuple[int, ...], tmp_path: Path) -> None:
+def test_example_is_right(sizes: tuple[int, ...], kind: tuple[str, ...], tmp_path: Path) -> None:
     out = tmp_path / "out"
     arguments = ["emit", "--headdim", "64", "--headdim", "128", "--gqa", "1", "--gqa", "7", "-o", str(out)]
+    arguments += ["--kind", *kind]
     if sizes:
         arguments += ["--dtype", "bf16"]
     result = CliRunner().invoke(main, arguments)
@@ -47,22 +50,29 @@ def test_example_is_right(sizes: tuple[int, ...], tmp_path: Path) -> None:
 
 
 # Packed heads and panels of 32 columns; shared rows; a ring and the proof at the end.
-CONFIGS = [
+FORWARD_CONFIGS = [
     (96, 7, "sm80_64x64s32_w4_st2_qs_guarded_mb1_pb_ring_pack"),
     (256, 1, "sm80_64x32s32_w4_st2_qs_guarded_mb1_wn2"),
     (128, 4, "sm80_64x64s64_w4_st2_qs_guarded_mb1_pb_ring"),
 ]
+# Split heads and panels of 32 columns; two roles; warps that share keys.
+BACKWARD_CONFIGS = [
+    (96, 7, "sm80_64x64s32_w4_st2_r1_mb1_sh"),
+    (128, 4, "sm80_64x64s64_w4_st1_r2_mb1"),
+    (256, 1, "sm80_64x64s64_w8_st1_r2_mb1_wd2"),
+]
+CONFIGS = [("fwd", *row) for row in FORWARD_CONFIGS] + [("bwd", *row) for row in BACKWARD_CONFIGS]
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("head_dim", "gqa_ratio", "config"), CONFIGS)
+@pytest.mark.parametrize(("kind", "head_dim", "gqa_ratio", "config"), CONFIGS)
 def test_example_of_other_configs_is_right(
-    head_dim: int, gqa_ratio: int, config: str, causal: bool, tmp_path: Path
+    kind: str, head_dim: int, gqa_ratio: int, config: str, causal: bool, tmp_path: Path
 ) -> None:
     gpu = gpu_at_hand()
     assert gpu is not None
-    spec = KernelSpec(head_dim=head_dim, causal=causal, gqa_ratio=gqa_ratio)
-    emit([spec], gpu, tmp_path / "out", config=FwdConfig.from_slug(config))
+    spec = KernelSpec(kind, head_dim=head_dim, causal=causal, gqa_ratio=gqa_ratio)
+    emit([spec], gpu, tmp_path / "out", config=CONFIG_CLASSES[kind].from_slug(config))
     for sizes in SIZES:
         _assert_right(tmp_path / "out", sizes, tmp_path)
 
@@ -75,6 +85,7 @@ def _assert_right(out: Path, sizes: tuple[int, ...], tmp_path: Path) -> None:
     done = subprocess.run(
         ["./attention", *map(str, sizes)], cwd=out, capture_output=True, text=True, timeout=300, check=False
     )
-    kernels = len(list(out.glob("*.cu")))
+    # One result a spec, whether of one kernel or of three.
+    results = [path for path in out.glob("*.cu") if "process" not in path.name]
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("ok ") == kernels
+    assert done.stdout.count("ok ") == len(results)
