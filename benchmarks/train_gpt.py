@@ -34,6 +34,7 @@ from benchmarks.gpt.verdict import Verdict  # noqa: E402
 from fa2gen.bench.machine import provenance  # noqa: E402
 from fa2gen.driver.clocks import ClockSampler, open_clock_reader  # noqa: E402
 from fa2gen.errors import ArgumentError, Fa2genError, GateError, LaunchError, ToolchainError  # noqa: E402
+from fa2gen.runtime import describe  # noqa: E402
 
 RESULTS = REPOSITORY / "benchmarks" / "results" / "train_gpt"
 # What --dry-run trains, on one thread: two sequences of 32 tokens a step take 10 ms on a CPU.
@@ -120,6 +121,8 @@ def run(
             measured, clocks = _train(setting, attention, seed, batches, device, compiled, bar, task)
             runs.append(Run(setting, attention, seed, measured.losses, measured.ms))
             details[attention, seed] = {"peak_memory_gb": _gigabytes(measured.peak_bytes), "clocks": clocks}
+            if attention == "fa2gen":
+                details[attention, seed]["kernels"] = _kernels(setting, device)
             write_csv(runs[-1], out)
     runs = ordered(runs)
     verdicts = report.judge_all(runs)
@@ -216,6 +219,18 @@ def _train(
         )
     clocks = sampler.clocks()
     return measured, None if clocks is None else {**vars(clocks), "throttle": list(clocks.throttle)}
+
+
+def _kernels(setting: Setting, device: torch.device) -> dict[str, Any]:
+    """What fa2gen ran, forward and backward, and how its tables came to it."""
+    shape = SHAPES[setting.shape]
+    size = (setting.tokens // setting.context, setting.context, shape.heads, shape.head_dim)
+    q = torch.empty(size, dtype=torch.bfloat16, device=device)
+    found = {"fwd": describe(q, q, q, causal=True), "bwd": describe(q, q, q, causal=True, backward=True)}
+    return {
+        name: {"config": one.config.slug() if one.config else None, "source": one.source, "known": one.known}
+        for name, one in found.items()
+    }
 
 
 def _gigabytes(size: int | None) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -97,6 +98,32 @@ def benchmark() -> Benchmark:
         rows=rows,
         host=host,
     )
+
+
+def backward_rows() -> list[Row]:
+    """Two lengths of a backward, one of a step, and a forward."""
+
+    def of(direction: str, one: Row) -> Row:
+        spec = dataclasses.replace(one.cell.spec, kind="bwd")
+        return dataclasses.replace(one, cell=Cell(spec, one.cell.problem, with_forward=direction == "fwd+bwd"))
+
+    times = {"fa2gen": 0.25, "fa2": 0.3}
+    return [
+        row(64, False, 512, fa2gen=0.1, fa2=0.12),
+        of("bwd", row(64, False, 512, **times, deterministic=0.28)),
+        of("bwd", row(64, False, 1024, fa2gen=0.25, fa2=0.2)),
+        of("fwd+bwd", row(64, False, 512, fa2gen=0.35, fa2=0.42)),
+    ]
+
+
+def backward_benchmark() -> Benchmark:
+    one = benchmark()
+    one.rows = backward_rows()
+    one.versions["deterministic"], one.titles["deterministic"] = "0.1.0", "its own"
+    host = one.host[0]
+    step = Cell(dataclasses.replace(host.cell.spec, kind="bwd"), host.cell.problem, with_forward=True)
+    one.host += [dataclasses.replace(host, cell=step)]
+    return one
 
 
 def run_session(

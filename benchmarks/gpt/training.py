@@ -132,6 +132,9 @@ def train(
     torch.manual_seed(seed)
     with device:
         model = GPT(shape, layers, context, attention.call).bfloat16()
+    if compiled:
+        # A program compiled for another run would serve this one, and with it the kernels that SDPA chose then.
+        torch.compiler.reset()
     forward: Callable[[Tensor, Tensor], Tensor] = torch.compile(model) if compiled else model
     optimizer, laps = MasterAdamW(model), _Laps(device)
     losses = torch.zeros(len(batches), device=device)

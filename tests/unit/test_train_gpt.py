@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -307,6 +308,36 @@ def test_without_a_gpu_it_says_so(
     code, _, err = run_command(capsys, "run", "--out", tmp_path / "out")
     assert code == 1
     assert "needs a CUDA GPU" in one_error(err)
+
+
+def test_a_dry_run_trains_compares_and_writes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """fa2gen's definition in float64 beside torch's formula: other roundings, one curve."""
+    monkeypatch.setattr(sys, "argv", ["train_gpt.py", "run", "--dry-run"])
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    threads = torch.get_num_threads()
+    code, out, err = run_command(capsys, "run", "--dry-run", "--steps", "40", "--out", tmp_path)
+    assert code == 0, err
+    assert torch.get_num_threads() == threads
+    assert "fa2gen agrees with math" in out
+    assert "no figure: it needs matplotlib" in err
+    runs = read_csv(sorted(tmp_path.glob("*.csv")))
+    assert [(run.attention, run.seed) for run in runs] == [("fa2gen", 0), ("math", 0), ("math", 1), ("math", 2)]
+    own, twin, other = runs[:3]
+    # It learns, and from the same weights over the same batches to the same losses.
+    assert np.mean(own.losses[-5:]) < np.mean(own.losses[:5]) - 0.1
+    assert np.abs(np.subtract(own.losses, twin.losses)).max() < 0.01
+    assert np.abs(np.subtract(own.losses, other.losses)).max() > 0.01
+    document = json.loads((tmp_path / "tiny_32.json").read_text())
+    assert [one["csv"] for one in document["runs"]] == [run.file_name() for run in runs]
+    assert document["verdicts"][0]["agrees"] is True
+    assert document["setting"]["vocabulary"] == 256
+    assert set(document["runs"][0]["kernels"]) == {"fwd", "bwd"}
+    assert {"gpu", "torch", "cudnn", "fa2gen", "templates", "utc", "command", "text", "precision"} <= set(
+        document["provenance"]
+    )
+    assert document["provenance"]["command"] == "python benchmarks/train_gpt.py run --dry-run"
 
 
 def test_numbers_that_json_lacks_are_null() -> None:
