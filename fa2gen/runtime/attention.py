@@ -11,7 +11,7 @@ from fa2gen.spec import BwdConfig, FwdConfig
 from .autograd import record
 from .dispatch import first_call
 from .operators import traced_call
-from .plan import PLANS
+from .plan import PLANS, ForwardPlan
 
 _is_compiling = torch.compiler.is_compiling
 _is_grad_enabled = torch.is_grad_enabled
@@ -33,8 +33,9 @@ def attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact softmax attention, ``softmax(softmax_scale q kT) v`` for every query head.
 
-    Forward only: with grad mode on, an input that requires grad raises. Nothing is tuned or synchronised; the first
-    call of a new kernel compiles it (see :func:`fa2gen.runtime.warmup`), later calls only launch.
+    Differentiable once, in q, k, v and in the LSE, whatever their strides; gradients are new contiguous tensors. Nothing
+    is tuned or synchronised; the first call of a new kernel compiles it (see :func:`fa2gen.runtime.warmup`), later
+    calls only launch. Under ``torch.autocast`` inputs in float32, and with them all others, are cast to its dtype.
 
     Args:
         q: (batch, seqlen_q, num_heads_q, head_dim), fp16 or bf16, head_dim 1 to 256. Any strides. Copied first: a
@@ -48,9 +49,12 @@ def attention(
         softmax_scale: Any finite number (kernels: up to 2.3e38); None is ``1 / sqrt(head_dim)``. For a negative one q
             is negated, a copy.
         return_lse: Also return the log-sum-exp of each row's scaled scores.
+        deterministic: Equal inputs give equal bits in the gradients too, which else depend on the order in which blocks
+            add to dq; None asks ``torch.are_deterministic_algorithms_enabled()``, now. Outputs always repeat.
         backend: ``"auto"``: ``"cuda"`` for CUDA tensors, ``"reference"`` (float64) for CPU tensors. ``"emulator"`` runs
             the generated kernel on the CPU.
         config: Forces a config; None takes the tuned tables' choice.
+        backward_config: Likewise for the gradients.
 
     Returns:
         Output, a new contiguous tensor shaped like q in its dtype; with ``return_lse`` also the natural-log LSE,
@@ -65,7 +69,7 @@ def attention(
 
     Raises:
         ArgumentError: An argument is not legal; the message names it. Raised before anything is launched.
-        InfeasibleError: ``config`` is not legal for this call on this GPU.
+        InfeasibleError: ``config`` is not legal for this call on this GPU; the backward raises it of its own.
         ToolchainError: A kernel has to be compiled and there is no nvcc.
         LaunchError: A kernel would have to be compiled during CUDA-graph capture, or the driver refused.
     """
@@ -73,7 +77,7 @@ def attention(
         return traced_call(q, k, v, causal, softmax_scale, return_lse, deterministic, backend, config, backward_config)
     try:
         q_ptr, k_ptr, v_ptr = q.data_ptr(), k.data_ptr(), v.data_ptr()
-        plan = PLANS[
+        plan: ForwardPlan | None = PLANS[
             (
                 q.shape,
                 k.shape,
@@ -99,11 +103,12 @@ def attention(
         ]
     # A call not seen before, an argument that is no tensor or not hashable, a tensor without memory.
     except (KeyError, AttributeError, TypeError, RuntimeError):
-        return first_call(q, k, v, causal, softmax_scale, return_lse, deterministic, backend, config, backward_config)
+        plan = None
     # A plan's tensors have memory, which holds their values; a stand-in (a fake tensor, a wrapper, a view that negates)
     # may share everything else with them. Forward-mode differentiation and dispatch modes cannot see a launch.
     if (
-        not (q_ptr and k_ptr and v_ptr)
+        plan is None
+        or not (q_ptr and k_ptr and v_ptr)
         or (q.is_neg() or k.is_neg() or v.is_neg())
         or forward_ad._current_level >= 0
         or _num_dispatch_modes()

@@ -58,10 +58,11 @@ def gradients(
         run = BACKWARD_PLANS[_key(options, q, k, v, out, lse, dout, (q_ptr | k_ptr | v_ptr | out_ptr | dout_ptr) & 15)]
     # A call not seen before, an argument that is no tensor, a tensor without memory.
     except (KeyError, AttributeError, RuntimeError):
-        return _first_gradients(options, dout, dlse, q, k, v, out, lse)
+        run = None
     # As in the forward: stand-ins that share everything else with what a plan was made for.
     if (
-        not (q_ptr and k_ptr and v_ptr and out_ptr and lse_ptr and dout_ptr)
+        run is None
+        or not (q_ptr and k_ptr and v_ptr and out_ptr and lse_ptr and dout_ptr)
         or (q.is_neg() or k.is_neg() or v.is_neg() or out.is_neg() or lse.is_neg() or dout.is_neg())
         or not (dlse is None or (dlse_ptr and _is_like(dlse, lse)))
         or forward_ad._current_level >= 0
