@@ -180,11 +180,12 @@ class CudaMachine:
         side = torch.cuda.Stream() if stream == "side" else torch.cuda.default_stream()
         times: dict[str, list[float]] = {name: [] for name in ready}
         with torch.cuda.stream(side):
+            inputs = {name: one.begin(*one.tensors[0]) for name, one in ready.items()}
             for burst in range(_WARM_BURSTS + bursts):
                 for name, one in ready.items():
                     count = _STEP_BURST if one.is_step else _BURST
                     with one.implementation.around():
-                        elapsed = burst_us(one.call, one.tensors[0], self.synchronize, count)
+                        elapsed = burst_us(one.call, inputs[name], self.synchronize, count)
                     if burst >= _WARM_BURSTS:
                         times[name].append(elapsed)
         self.synchronize()

@@ -14,22 +14,13 @@ from .machine import Ready, Tensors
 from .peers import Call, Implementation
 
 
-def arranged(one: Implementation, cell: Cell, tensors: Tensors) -> Tensors:
-    """An input set as an implementation takes it, views; where there are gradients, q, k and v are leaves."""
-    views = tuple(one.arrange(x) for x in tensors)
-    if not cell.is_backward:
-        return views
-    # Leaves in the implementation's own layout: no transpose is recorded, and none is differentiated.
-    return (*(x.detach().requires_grad_() for x in views[:3]), *views[3:])
-
-
 def make_ready(one: Implementation, cell: Cell, call: Call, tensors: list[Tensors]) -> Ready:
     """An implementation with what a cell measures of it.
 
     Args:
         one, cell: Which.
         call: What ``one.prepare`` returned.
-        tensors: Of each input set, :func:`arranged`.
+        tensors: Of each input set, in its layout: q, k, v, and for gradients that of the output.
 
     Returns:
         Its call gives the output, or for a cell with a backward (dq, dk, dv).
@@ -37,7 +28,7 @@ def make_ready(one: Implementation, cell: Cell, call: Call, tensors: list[Tensor
     if not cell.is_backward:
         return Ready(one, call, tensors)
     if cell.with_forward:
-        return Ready(one, _step(call), tensors, is_step=True)
+        return Ready(one, _step(call), tensors, begin=_leaves, is_step=True)
     return Ready(one, _gradients, tensors, begin=_forward(call))
 
 
@@ -51,6 +42,15 @@ def results(ready: Ready, tensors: Tensors) -> Tensors:
     return tuple(ready.implementation.arrange(x.detach()) for x in found)
 
 
+def _leaves(q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> Tensors:
+    """Leaves in the implementation's own layout: no transpose is recorded, and none is differentiated.
+
+    New ones for every use: torch remembers the stream on which a leaf was first used, and a graph that is captured on
+    another one would have to wait for it.
+    """
+    return (*(x.detach().requires_grad_() for x in (q, k, v)), do)
+
+
 def _step(call: Call) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensors]:
     def step(q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> Tensors:
         return torch.autograd.grad(call(q, k, v), (q, k, v), do)
@@ -59,7 +59,8 @@ def _step(call: Call) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensors]:
 
 
 def _forward(call: Call) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensors]:
-    def begin(q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> Tensors:
+    def begin(*tensors: Tensor) -> Tensors:
+        q, k, v, do = _leaves(*tensors)
         out = call(q, k, v)
         if not out.requires_grad:
             raise UnsupportedError("it is forward only: its output has no gradient")

@@ -17,7 +17,7 @@ from .agreement import PEER_ALLOWANCE, gradient_error, peer_error, peer_gradient
 from .cells import Cell, make_inputs
 from .machine import Machine, Ready, Tensors, calls_per_replay, require_working
 from .own import Choice, chosen, count_repairs, own_implementation
-from .passes import arranged, make_ready, results
+from .passes import make_ready, results
 from .peers import Implementation, first_line
 from .rows import OWN, Benchmark, HostRow, Outcome, Refusal, Row, Timing
 
@@ -160,7 +160,7 @@ def _prepare(
     outcomes: dict[str, Outcome] = {}
     own: Tensors | None = None
     for one in implementations:
-        tensors = [arranged(one, cell, inputs) for inputs in sets]
+        tensors = [tuple(map(one.arrange, inputs)) for inputs in sets]
         with _recorded(one.name != OWN) as said:
             try:
                 with one.around():

@@ -16,20 +16,13 @@ from fa2gen.bench.cells import Cell, make_inputs
 from fa2gen.bench.machine import CudaMachine, Ready
 from fa2gen.bench.own import own_implementation
 from fa2gen.bench.peers import PEERS
-from fa2gen.bench.rows import OWN, Benchmark, Refusal, Timing, read
+from fa2gen.bench.rows import OWN, Refusal, Timing
 from fa2gen.cli import main
 from fa2gen.problem import Problem
 from fa2gen.spec import FwdConfig, KernelSpec
+from tests.bench_runs import bench
 
 GUARDED = FwdConfig(block_m=64, block_n=64, num_warps=2, num_stages=2, softmax="guarded")
-
-
-def bench(tmp_path: Path, *arguments: str) -> Benchmark:
-    out = tmp_path / "rows.json"
-    result = CliRunner().invoke(main, ["bench", "--rounds", "5", "--out", str(out), *arguments])
-    assert result.exit_code == 0, result.output
-    assert torch.ones(4, device="cuda").sum().item() == 4
-    return read(out)
 
 
 def test_all_peers_and_masks(tmp_path: Path) -> None:

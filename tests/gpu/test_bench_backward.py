@@ -5,19 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
-from click.testing import CliRunner
 
-from fa2gen.bench.rows import OWN, Benchmark, Timing, read
-from fa2gen.cli import main
-
-
-def bench(tmp_path: Path, *arguments: str) -> Benchmark:
-    out = tmp_path / "rows.json"
-    result = CliRunner().invoke(main, ["bench", "--rounds", "5", "--out", str(out), *arguments])
-    assert result.exit_code == 0, result.output
-    assert torch.ones(4, device="cuda").sum().item() == 4
-    return read(out)
+from fa2gen.bench.rows import OWN, Timing
+from tests.bench_runs import bench
 
 
 def test_gradients_of_all_peers(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from fa2gen.bench import machine, own, peers, session
 from fa2gen.bench.agreement import PEER_ALLOWANCE, gradient_error, peer_gradient_error
 from fa2gen.bench.cells import Cell, make_cells, make_inputs
-from fa2gen.bench.passes import arranged, make_ready, results
+from fa2gen.bench.passes import make_ready, results
 from fa2gen.bench.rows import Refusal, Timing
 from fa2gen.constraints import default_config
 from fa2gen.errors import ArgumentError, UnsupportedError
@@ -71,7 +71,7 @@ def test_a_backward_is_timed_without_its_forward() -> None:
 
     def ready(cell: Cell, heads_first: bool) -> tuple[machine.Ready, machine.Tensors]:
         one = peer("a", lambda c, *x: swap(counted(c, *map(swap, x))), True) if heads_first else peer("a", counted)
-        tensors = arranged(one, cell, make_inputs(cell, "cpu", 0))
+        tensors = tuple(map(one.arrange, make_inputs(cell, "cpu", 0)))
         return make_ready(one, cell, one.prepare(cell, *tensors[:3]), [tensors]), tensors
 
     def swap(x: Tensor) -> Tensor:
@@ -81,21 +81,24 @@ def test_a_backward_is_timed_without_its_forward() -> None:
     with torch.enable_grad():
         for heads_first in (False, True):
             backward, tensors = ready(BACKWARD, heads_first)
-            assert all(x.is_leaf and x.requires_grad for x in tensors[:3])
             begun = backward.begin(*tensors)
             assert len(forwards) == 1
+            assert not any(x.requires_grad for x in tensors)
+            assert all(x.is_leaf and x.requires_grad for x in begun[1:4])
+            assert [x.stride() for x in begun[1:4]] == [x.stride() for x in tensors[:3]]
             for _ in range(3):  # the graph that the forward left is there still
                 grads = backward.call(*begun)
             assert len(forwards) == 1
-            assert all(x.grad is None for x in tensors[:3])
+            assert all(x.grad is None for x in begun[1:4])
             found.append(results(backward, tensors))
             forwards.clear()
             step, tensors = ready(STEP, heads_first)
-            assert step.begin(*tensors) == tensors
+            begun = step.begin(*tensors)
+            assert not forwards
             assert step.is_step
             assert not backward.is_step
-            step.call(*tensors)
-            step.call(*tensors)
+            step.call(*begun)
+            step.call(*begun)
             assert len(forwards) == 2
             found.append(results(step, tensors))
             forwards.clear()
@@ -108,8 +111,7 @@ def test_a_backward_is_timed_without_its_forward() -> None:
 
 def test_a_forward_is_called_as_ever() -> None:
     one = peer("a", right)
-    tensors = arranged(one, ODD, make_inputs(ODD, "cpu", 0))
-    assert not any(x.requires_grad for x in tensors)
+    tensors = make_inputs(ODD, "cpu", 0)
     ready = make_ready(one, ODD, one.prepare(ODD, *tensors), [tensors])
     (out,) = results(ready, tensors)
     assert torch.equal(out, right(ODD, *tensors))
@@ -196,7 +198,7 @@ def test_wrong_gradients_are_told_apart(name: str) -> None:
 
 def _gradients(compute: Callable[[Cell, Tensor, Tensor, Tensor], Tensor], cell: Cell) -> tuple[Tensor, ...]:
     with torch.enable_grad():
-        q, k, v, do = arranged(peer("a", compute), cell, make_inputs(cell, "cpu", 0))
+        q, k, v, do = (x.requires_grad_() for x in make_inputs(cell, "cpu", 0))
         return torch.autograd.grad(compute(cell, q, k, v), (q, k, v), do)
 
 
