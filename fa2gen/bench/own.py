@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from fa2gen.problem import Problem
 from fa2gen.runtime import Description, attention, describe, warmup, warmup_specs
 from fa2gen.runtime.plan import build_plan, device_gpu, require_feasible
 from fa2gen.runtime.request import read_request
-from fa2gen.spec import CONFIGS, Config, FwdConfig, KernelSpec
+from fa2gen.spec import CONFIGS, BwdConfig, Config, FwdConfig, KernelSpec
 
 from .cells import Cell
 from .peers import Call, Implementation, Peer
@@ -135,37 +135,38 @@ _ConfigOf = Callable[[KernelSpec, Tensor, Tensor, Tensor], Config | None]
 
 def _implementation(name: str, config_of: _ConfigOf, *, deterministic: bool = False) -> Implementation:
     def prepare(cell: Cell, q: Tensor, k: Tensor, v: Tensor) -> Call:
-        causal, config = cell.spec.causal, config_of(cell.forward_spec, q, k, v)
+        causal, config = cell.spec.causal, cast(FwdConfig | None, config_of(cell.forward_spec, q, k, v))
         # Results are compared before they are timed, as every implementation's are.
         if not cell.is_backward:
-            warmup(q, k, v, causal=causal, config=config, gate=False)  # type: ignore[arg-type]
-            return lambda q, k, v: attention(q, k, v, causal=causal, config=config)  # type: ignore[arg-type, return-value]
-        options: dict[str, Any] = {
-            "causal": causal,
-            "deterministic": deterministic,
-            "config": config,
-            "backward_config": config_of(dataclasses.replace(cell.spec, deterministic=deterministic), q, k, v),
-        }
-        warmup(q, k, v, **options, backward=True, gate=False)
-        return lambda q, k, v: attention(q, k, v, **options)  # type: ignore[return-value]
+            warmup(q, k, v, causal=causal, config=config, gate=False)
+            return lambda q, k, v: attention(q, k, v, causal=causal, config=config)  # type: ignore[return-value]
+        spec = dataclasses.replace(cell.spec, deterministic=deterministic)
+        backward_config = cast(BwdConfig | None, config_of(spec, q, k, v))
+        warmup(
+            q,
+            k,
+            v,
+            causal=causal,
+            deterministic=deterministic,
+            config=config,
+            backward_config=backward_config,
+            gate=False,
+            backward=True,
+        )
+        return lambda q, k, v: attention(  # type: ignore[return-value]
+            q, k, v, causal=causal, deterministic=deterministic, config=config, backward_config=backward_config
+        )
 
     return Implementation(name, __version__, prepare)
 
 
 def chosen(spec: KernelSpec, q: Tensor, k: Tensor, v: Tensor, choice: Choice) -> Description:
     """What fa2gen runs for a spec, and why."""
-    config = forced_config(choice, spec)
+    config, causal = forced_config(choice, spec), spec.causal
     if spec.kind == "fwd":
-        return describe(q, k, v, causal=spec.causal, config=config)  # type: ignore[arg-type]
-    return describe(
-        q,
-        k,
-        v,
-        causal=spec.causal,
-        deterministic=spec.deterministic,
-        backward_config=config,  # type: ignore[arg-type]
-        backward=True,
-    )
+        return describe(q, k, v, causal=causal, config=cast(FwdConfig | None, config))
+    config = cast(BwdConfig | None, config)
+    return describe(q, k, v, causal=causal, deterministic=spec.deterministic, backward_config=config, backward=True)
 
 
 def count_repairs(cell: Cell, q: Tensor, k: Tensor, v: Tensor, description: Description) -> int | None:
