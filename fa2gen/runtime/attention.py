@@ -33,16 +33,17 @@ def attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact softmax attention, ``softmax(softmax_scale q kT) v`` for every query head.
 
-    Differentiable once, in q, k, v and in the LSE, whatever their strides; gradients are new contiguous tensors. Nothing
-    is tuned or synchronised; the first call of a new kernel compiles it (see :func:`fa2gen.runtime.warmup`), later
-    calls only launch. Under ``torch.autocast`` inputs in float32, and with them all others, are cast to its dtype.
+    Differentiable once, in q, k, v and in the LSE; gradients are new contiguous tensors. Nothing is tuned or
+    synchronised; the first call of a new kernel compiles it (see :func:`fa2gen.runtime.warmup`), later calls only
+    launch. Under ``torch.autocast`` inputs in float32, and with them all others, are cast to its dtype.
 
     Args:
         q: (batch, seqlen_q, num_heads_q, head_dim), fp16 or bf16, head_dim 1 to 256. Any strides. Copied first: a
             tensor whose last dimension is not contiguous, or that negates what it views; with a head dim that is no
             multiple of 8 all three, padded to one (and the output, cut back); and a tensor whose base or strides are
             not multiples of 16 bytes, but k and v only if more than 256 queries share a key (seqlen_q times the group's
-            heads): else nothing is copied for them, and a kernel runs that moves single elements.
+            heads): else nothing is copied for them, and a kernel runs that moves single elements. A backward copies
+            likewise, and all that is unaligned, the output's gradient too.
         k, v: (batch, seqlen_k, num_heads_k, head_dim), dtype and device of q. num_heads_q is a multiple of num_heads_k;
             query head h reads key/value head ``h // (num_heads_q // num_heads_k)``.
         causal: Query i sees key j iff ``j <= i + seqlen_k - seqlen_q`` (bottom-right alignment).
@@ -69,7 +70,7 @@ def attention(
 
     Raises:
         ArgumentError: An argument is not legal; the message names it. Raised before anything is launched.
-        InfeasibleError: ``config`` is not legal for this call on this GPU; the backward raises it of its own.
+        InfeasibleError: ``config`` is not legal for this call on this GPU, or ``backward_config`` for its gradients.
         ToolchainError: A kernel has to be compiled and there is no nvcc.
         LaunchError: A kernel would have to be compiled during CUDA-graph capture, or the driver refused.
     """

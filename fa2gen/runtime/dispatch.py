@@ -14,7 +14,7 @@ from fa2gen.spec import BwdConfig, FwdConfig
 from .autocast import autocast_inputs
 from .autograd import record
 from .copies import copied
-from .emulated import emulated_forward
+from .emulated import emulated_config, emulated_forward
 from .operators import traced_call
 from .plan import (
     PLANS,
@@ -26,7 +26,15 @@ from .plan import (
     match_config,
     remember,
 )
-from .request import Request, read_deterministic, read_flag, read_request, require_config, require_no_tangents
+from .request import (
+    Request,
+    backward_request,
+    read_deterministic,
+    read_flag,
+    read_request,
+    require_config,
+    require_no_tangents,
+)
 from .traced import has_memory, is_observed
 
 Result = Tensor | tuple[Tensor, Tensor]
@@ -74,12 +82,23 @@ def first_call(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> Result:
     require_no_tangents({"q": q, "k": k, "v": v})
     require_config(request.backend, options.config, options.backward_config)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        if options.backward_config is not None and not request.is_empty:
+            _require_feasible_gradients(request, options)
 
         def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
             return _serve(request, options, q, k, v, with_lse=True)  # type: ignore[return-value]
 
         return record(q, k, v, Differentiable(forward, options.of_gradients(), options.return_lse))  # type: ignore[no-any-return]
     return _serve(request, options, q, k, v, with_lse=options.return_lse)
+
+
+def _require_feasible_gradients(request: Request, options: Options) -> None:
+    """Raise before anything is launched where the backward would, of which the forced config is known already."""
+    wanted = backward_request(request, {}, deterministic=bool(options.deterministic))
+    if request.backend == "emulator":
+        emulated_config(wanted, options.backward_config)
+    else:
+        match_config(wanted, request.device.index, options.backward_config)
 
 
 def plan_key(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Any, ...]:
