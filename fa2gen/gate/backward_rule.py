@@ -8,12 +8,12 @@ plain16 is the same formula with S, P, O, dP and dS rounded (:func:`fa2gen.refer
 no limit: the true dq of a row with one visible key, or whose weight lies on one key, is zero, and its plain error may
 be zero by chance. ``roundoff`` is the size of what a kernel cannot avoid (:mod:`fa2gen.gate.roundoff`).
 
-Roundings are independent, so ``roundoff`` is a root of summed squares. The worst case, a sum of absolute values with |dP|
-and |D| as sums of absolute products, would be no limit either, as dS has either sign: at head_dim 128 in bf16, times
-3 u, it is 57 % of a row of dq over 1025 keys and 105 % over 4096; gradients that are 5 % off passed, and at head_dim 256
-nearly all cases of a missing dLSE. The roots allow 2 % there. Simulated right kernels (float32, truncating matrix
-units, P rounded before dS or not, head dims 8 to 256, with their own output and LSE or the reference's) stay below
-0.52 of the limit.
+Roundings are independent, so ``roundoff`` is a root of summed squares. The worst case, a sum of absolute values with
+|dP| and |D| as sums of absolute products, would be no limit either, as dS has either sign: at head_dim 128 in bf16,
+times 3 u, it is 57 % of a row of dq over 1025 keys and 105 % over 4096; gradients that are 5 % off passed, and at
+head_dim 256 nearly all cases of a missing dLSE. The roots allow 2 % there. Simulated right kernels (float32,
+truncating matrix units, P rounded before dS or not, head dims 8 to 256, with their own output and LSE or the
+reference's) stay below 0.52 of the limit.
 """
 
 from __future__ import annotations

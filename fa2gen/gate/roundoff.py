@@ -29,10 +29,10 @@ def backward_roundoff(
     - P and dS, before the products that they are factors of: ``u sqrt(2 sum dS^2 k^2)`` and the like.
     - The output, 16 bits of every element and of the weights that it was summed with, through D: each row has one error
       of D, of size ``u sqrt(sum_d do^2 o^2 + sum_j P^2 dP^2)``, times ``|sum_j P k|`` in dq and summed up in dk.
-    - Float32, as sums of absolute values: 2 ulp of ``|do| |v| + |do| |o| + |dlse|`` where dP - D cancels, and
-      ``|LSE| + scale |q| |k|`` ulp of P itself, the exponential of a float32 number of that size. At |LSE| = 1e6 half an
-      ulp of the LSE is 3 % of P, and half an ulp of its product with log2 e 4 %: beyond, no kernel that is given a
-      float32 LSE has gradients to judge.
+    - Float32, as sums of absolute values: 2 ulp of ``|do| |v| + |do| |o| + |dlse|`` where dP - D cancels, and ``|LSE|
+      + scale |q| |k|`` ulp of P itself, the exponential of a float32 number of that size. At |LSE| = 1e6 half an ulp
+      of the LSE is 3 % of P, and half an ulp of its product with log2 e 4 %: beyond, no kernel that is given a float32
+      LSE has gradients to judge.
 
     Args:
         q, k, v, do, causal, softmax_scale, dlse: See :func:`fa2gen.reference.attention_backward`.
