@@ -14,7 +14,7 @@ from .runs import Run
 from .verdict import FEWEST_SEEDS, SMOOTHING, smooth, spread
 
 # Okabe and Ito's colours, those of `fa2gen bench`'s charts.
-_COLORS = {"fa2gen": "#D55E00", "flash": "#0072B2", "cudnn": "#009E73", "math": "#999999"}
+_COLORS = {"fa2gen": "#D55E00", "flash": "#0072B2", "cudnn": "#009E73", "math": "#CC79A7"}
 # Smallest difference of losses that is shown, nats per token: files hold six digits.
 _FLOOR = 1e-5
 
@@ -90,7 +90,8 @@ def _differences(axis: Any, firsts: Sequence[Run], seeds: Sequence[Run]) -> None
     if twin is None or not others or len(seeds) < FEWEST_SEEDS:
         axis.set_visible(False)
         return
-    axis.fill_between(_steps(twin), spread(seeds), _FLOOR, color="#dddddd", label=f"spread of {len(seeds)} seeds")
+    label = f"spread of {len(seeds)} seeds of {twin.attention}"
+    axis.fill_between(_steps(twin), spread(seeds), _FLOOR, facecolor="#dddddd", edgecolor="#888888", label=label)
     for run in others:
         difference = np.maximum(np.abs(smooth(run.losses) - smooth(twin.losses)), _FLOOR)
         axis.plot(_steps(run), difference, color=_COLORS.get(run.attention), linewidth=1.6, label=run.attention)

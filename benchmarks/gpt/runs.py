@@ -59,10 +59,10 @@ class Setting:
         return f"{self.shape}_{length}"
 
     def title(self) -> str:
-        """For people, e.g. ``"GPT-3 1.3b layers (hidden 2048, 16 heads of 128), 4 of them, context 2048, ..."``."""
+        """For people, e.g. ``"GPT-3 1.3B layers (hidden 2048, 16 heads of 128), 4 of them, context 2048, ..."``."""
         shape = SHAPES[self.shape]
         return (
-            f"GPT-3 {self.shape} layers (hidden {shape.hidden}, {shape.heads} heads of {shape.head_dim}), "
+            f"GPT-3 {self.shape.upper()} layers (hidden {shape.hidden}, {shape.heads} heads of {shape.head_dim}), "
             f"{self.layers} of them, context {self.context}, {self.tokens} tokens a step, {self.gpu}"
         )
 
