@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .codegen import render_kernel, template_hash
+from .codegen import PARAMS, render_kernel, template_hash
 from .compile import CompiledKernel, compile_kernel
-from .constraints import SmemPlan, default_config, estimate_registers, infeasible_reason, smem_plan
+from .constraints import default_config, estimate_registers, infeasible_reason, smem_bytes
 from .errors import CompileError, ToolchainError
+from .explain_smem import Area, smem_areas
 from .hardware import Gpu, Occupancy, occupancy
-from .launch import fwd_plan, heads_per_section
+from .launch import Launch, LaunchPlan, bwd_plan, fwd_plan
 from .problem import Problem
 from .roofline import (
     BYTES_PER_ELEMENT,
@@ -19,10 +21,11 @@ from .roofline import (
     Traffic,
     compulsory_traffic,
     executed_flops,
+    packed_heads,
     standard_traffic,
     uncached_traffic,
 )
-from .spec import FwdConfig, KernelSpec
+from .spec import CONFIGS, BwdConfig, Config, FwdConfig, KernelSpec
 from .tables import Match, TunedEntry, lookup
 from .tables.merge import is_current
 from .tables.store import cached_table, search_dirs, table_path
@@ -47,7 +50,7 @@ class Selection:
             to the code of others, or lie outside its grid.
     """
 
-    config: FwdConfig
+    config: Config
     origin: str
     why: str
     match: Match
@@ -62,22 +65,23 @@ class Memory:
     Attributes:
         standard: S and P written to memory and read back.
         tiled: Each byte of the kernel's tensors once.
-        uncached: The kernel's re-reads of K and V all from memory.
-        kv_bytes: K and V of one key/value head.
-        heads_per_section: Query heads that the grid works on at a time, so that their K and V stay in half of L2.
+        uncached: What the kernel reads again all from memory.
+        reread_bytes: What blocks read again of one head: K and V, or of a backward Q, dO and the sums of dQ.
+        heads_per_section: Heads (those with blocks of their own) that the grid works on at a time, so that this stays
+            in half of L2.
     """
 
     standard: Traffic
     tiled: Traffic
     uncached: Traffic
-    kv_bytes: int
+    reread_bytes: int
     heads_per_section: int
     l2_bytes: int
 
     @property
     def l2_serves(self) -> bool:
-        """K and V of a head fit in half of L2, so re-reads come from there and ``tiled`` is what to expect."""
-        return 2 * self.kv_bytes <= self.l2_bytes
+        """What a head's blocks read again fits in half of L2: it comes from there, and ``tiled`` is what to expect."""
+        return 2 * self.reread_bytes <= self.l2_bytes
 
 
 @dataclass(frozen=True)
@@ -87,7 +91,7 @@ class Registers:
     Attributes:
         least: What accumulators and fragments need at least (``constraints.estimate_registers``).
         cap: What ``__launch_bounds__`` leaves a thread.
-        facts: Registers and spills that everything after is computed from.
+        facts: Registers and spills that everything after is computed from; of a backward, of its main kernel.
         compiled: The kernel they come from; None: they are the model's estimate.
         note: Why there is no compiled kernel; ``""`` where there is.
     """
@@ -101,7 +105,7 @@ class Registers:
 
 @dataclass(frozen=True)
 class Grid:
-    """Thread blocks of the call and how they fall on the SMs.
+    """Thread blocks of the call's main kernel and how they fall on the SMs.
 
     Attributes:
         blocks: Thread blocks.
@@ -155,12 +159,15 @@ class ExclusionGroup:
     """
 
     reason: str
-    configs: tuple[tuple[FwdConfig, str], ...]
+    configs: tuple[tuple[Config, str], ...]
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """Everything that ``fa2gen explain`` shows."""
+    """Everything that ``fa2gen explain`` shows.
+
+    Shared memory, registers, occupancy and grid are those of the main kernel; ``plan`` has all launches.
+    """
 
     gpu: Gpu
     spec: KernelSpec
@@ -169,7 +176,8 @@ class Explanation:
     memory: Memory
     executed_flops: int
     selection: Selection
-    smem: SmemPlan
+    plan: LaunchPlan
+    smem_bytes: int
     registers: Registers
     occupancy: Occupancy
     grid: Grid
@@ -188,28 +196,13 @@ class Explanation:
         """Predicted rate over ``flops``, TFLOP/s; 0 where the kernel cannot run."""
         return self.flops / self.prediction.ms / 1e9
 
-    def smem_areas(self) -> list[tuple[str, int, int, str]]:
-        """(name, offset, bytes, shape) of each tile in shared memory, by address."""
-        config, plan, width = self.selection.config, self.smem, self.spec.native_head_dim
-        areas = [("Q, then O", plan.q, plan.k - plan.q, f"{config.block_m} rows x {width}")]
-        for name, start, end in (("K", plan.k, plan.v), ("V", plan.v, plan.p)):
-            tile = (end - start) // config.num_stages
-            for stage in range(config.num_stages):
-                areas.append((f"{name} [{stage}]", start + stage * tile, tile, f"{config.block_n} keys x {width}"))
-        tile = (plan.exchange - plan.p) // 2
-        for turn in range(2 if tile else 0):
-            areas.append((f"P [{turn}]", plan.p + turn * tile, tile, f"{config.block_m} rows x {config.step_n}"))
-        if plan.barriers > plan.exchange:
-            shape = f"a maximum or sum for each of {config.warps_n} x {config.block_m} rows"
-            areas.append(("rows", plan.exchange, plan.barriers - plan.exchange, shape))
-        if plan.total > plan.barriers:
-            shape = f"a full and an empty one for each of {config.num_stages} stages"
-            areas.append(("mbarriers", plan.barriers, plan.total - plan.barriers, shape))
-        return areas
+    def smem_areas(self) -> list[Area]:
+        """Each tile in shared memory, by address."""
+        return smem_areas(self.spec, self.selection.config)
 
 
 def explain(
-    spec: KernelSpec, problem: Problem, gpu: Gpu, *, config: FwdConfig | str = "tuned", compile: bool = True
+    spec: KernelSpec, problem: Problem, gpu: Gpu, *, config: Config | str = "tuned", compile: bool = True
 ) -> Explanation:
     """Explains one call.
 
@@ -224,7 +217,7 @@ def explain(
     selection = _select(spec, problem, gpu, config)
     chosen = selection.config
     registers = _registers(spec, chosen, gpu, compile=compile and not selection.illegal)
-    smem = smem_plan(spec, chosen)
+    plan = _plan(spec, chosen, problem, gpu)
     resident = occupancy(gpu.arch, chosen.num_threads, registers.facts.registers, registers.facts.smem_bytes)
     space = legal_space(spec, gpu)
     return Explanation(
@@ -232,13 +225,14 @@ def explain(
         spec=spec,
         problem=problem,
         roofline=Roofline.of(gpu),
-        memory=_memory(spec, chosen, problem, gpu),
+        memory=_memory(spec, chosen, problem, gpu, plan),
         executed_flops=executed_flops(spec, chosen, problem),
         selection=selection,
-        smem=smem,
+        plan=plan,
+        smem_bytes=smem_bytes(spec, chosen),
         registers=registers,
         occupancy=resident,
-        grid=Grid(_blocks(spec, chosen, problem, gpu), resident.blocks_per_sm * gpu.num_sms),
+        grid=Grid(_main_launch(plan, spec).grid[0], resident.blocks_per_sm * gpu.num_sms),
         prediction=predict(spec, chosen, problem, gpu, registers.facts),
         measured=_measured(spec, problem, gpu, chosen, registers.facts),
         legal=len(space.configs),
@@ -246,7 +240,7 @@ def explain(
     )
 
 
-def _select(spec: KernelSpec, problem: Problem, gpu: Gpu, config: FwdConfig | str) -> Selection:
+def _select(spec: KernelSpec, problem: Problem, gpu: Gpu, config: Config | str) -> Selection:
     # What the run time would do is to be explained, also where FA2GEN_STRICT makes it an error.
     bucket = problem.bucket(gpu.num_sms)
     match = lookup(spec, bucket, gpu, template_hash=template_hash, strict=False)
@@ -255,7 +249,7 @@ def _select(spec: KernelSpec, problem: Problem, gpu: Gpu, config: FwdConfig | st
     elif config == "default":
         chosen, origin, why = default_config(spec), "default", "asked for; legal for every kernel on every GPU"
     else:
-        chosen = config if isinstance(config, FwdConfig) else FwdConfig.from_slug(config)
+        chosen = CONFIGS[spec.kind].from_slug(config) if isinstance(config, str) else config
         origin, why = "given", "asked for"
     illegal = infeasible_reason(spec, chosen, gpu.arch)
     excluded = illegal or exclusion_reason(spec, chosen, gpu.arch)
@@ -276,6 +270,7 @@ def _why(match: Match, spec: KernelSpec, gpu: Gpu, bucket: str) -> str:
         "nearest bucket": f"no entry for size class {bucket}; {size} is nearest, {match.distance:g} powers of two away",
         "native head dim": f"no entry for head dim {spec.head_dim}; its tiles are those of head dim {other.head_dim}",
         "other dtype": f"no entry for {spec.dtype}; {other.dtype} has the same tiles",
+        "non-deterministic entry": "no entry for deterministic sums; the kernel without them has the same tiles",
         "nearest gqa ratio": f"no entry for gqa ratio {spec.gqa_ratio}; {other.gqa_ratio} is nearest",
         "other gpu": f"no table of {gpu.name} has this kernel; {match.gpu} runs the same target {gpu.target}",
     }
@@ -284,18 +279,27 @@ def _why(match: Match, spec: KernelSpec, gpu: Gpu, bucket: str) -> str:
     return f"{reasons[match.source]}{changes}; the entry is {entry.measurement.kind}{stale}"
 
 
-def _memory(spec: KernelSpec, config: FwdConfig, problem: Problem, gpu: Gpu) -> Memory:
+def _memory(spec: KernelSpec, config: Config, problem: Problem, gpu: Gpu, plan: LaunchPlan) -> Memory:
+    head = 2 * BYTES_PER_ELEMENT * problem.seqlen_k * spec.head_dim
+    if isinstance(config, BwdConfig):
+        # Q and dO, and sums in float32; of a group's heads that share blocks, those of one at a time.
+        head = problem.seqlen_q * (2 * BYTES_PER_ELEMENT * spec.head_dim + 4 * spec.native_head_dim)
+    params = PARAMS[spec.kind]
+    values = struct.unpack(params.format, _main_launch(plan, spec).params)
+    section = values[[field.name for field in params.fields].index("heads_per_section")]
+    # A forward counts query heads, also where it packs those of a group.
+    packed = packed_heads(spec, config) if isinstance(config, FwdConfig) else 1
     return Memory(
         standard_traffic(spec, problem),
         compulsory_traffic(spec, problem),
         uncached_traffic(spec, config, problem),
-        kv_bytes=2 * BYTES_PER_ELEMENT * problem.seqlen_k * spec.head_dim,
-        heads_per_section=heads_per_section(spec, problem, gpu.l2_bytes),
+        reread_bytes=head,
+        heads_per_section=section * packed,
         l2_bytes=gpu.l2_bytes,
     )
 
 
-def _registers(spec: KernelSpec, config: FwdConfig, gpu: Gpu, *, compile: bool) -> Registers:
+def _registers(spec: KernelSpec, config: Config, gpu: Gpu, *, compile: bool) -> Registers:
     least, cap = estimate_registers(spec, config), register_cap(config, gpu.arch)
     note = "not compiled"
     if compile:
@@ -307,31 +311,28 @@ def _registers(spec: KernelSpec, config: FwdConfig, gpu: Gpu, *, compile: bool) 
     return Registers(least, cap, estimate_facts(spec, config, gpu), None, note)
 
 
-def _blocks(spec: KernelSpec, config: FwdConfig, problem: Problem, gpu: Gpu) -> int:
-    """Blocks of the launch of contiguous tensors."""
+def _main_launch(plan: LaunchPlan, spec: KernelSpec) -> Launch:
+    return next(launch for launch in plan.launches if launch.kernel == spec.kind)
 
-    def strides(seqlen: int, heads: int) -> tuple[int, int, int]:
+
+def _plan(spec: KernelSpec, config: Config, problem: Problem, gpu: Gpu) -> LaunchPlan:
+    """The launches of a call on contiguous tensors."""
+
+    def contiguous(seqlen: int, heads: int) -> tuple[int, int, int]:
         return seqlen * heads * spec.head_dim, heads * spec.head_dim, spec.head_dim
 
-    q, k = strides(problem.seqlen_q, problem.num_heads_q), strides(problem.seqlen_k, problem.num_heads_k)
-    plan = fwd_plan(
-        spec,
-        config,
-        problem,
-        strides={"q": q, "k": k, "v": k, "o": q},
-        softmax_scale=float(spec.head_dim**-0.5),
-        l2_bytes=gpu.l2_bytes,
-    )
-    x, y, z = plan.launches[0].grid
-    return x * y * z
+    q, k = contiguous(problem.seqlen_q, problem.num_heads_q), contiguous(problem.seqlen_k, problem.num_heads_k)
+    strides = dict.fromkeys(("q", "o", "dout", "dq"), q) | dict.fromkeys(("k", "v", "dk", "dv"), k)
+    scale = float(spec.head_dim**-0.5)
+    if isinstance(config, BwdConfig):
+        return bwd_plan(spec, config, problem, strides=strides, softmax_scale=scale, l2_bytes=gpu.l2_bytes)
+    return fwd_plan(spec, config, problem, strides=strides, softmax_scale=scale, l2_bytes=gpu.l2_bytes)
 
 
-def _measured(
-    spec: KernelSpec, problem: Problem, gpu: Gpu, config: FwdConfig, facts: Facts
-) -> tuple[MeasuredTime, ...]:
+def _measured(spec: KernelSpec, problem: Problem, gpu: Gpu, config: Config, facts: Facts) -> tuple[MeasuredTime, ...]:
     """Measured entries of exactly this kernel and size class; of a config that is in several tables the first."""
     key = (spec, problem.bucket(gpu.num_sms))
-    found: dict[FwdConfig, MeasuredTime] = {}
+    found: dict[Config, MeasuredTime] = {}
     for root in search_dirs():
         table = cached_table(table_path(root, gpu.name, spec.kind))
         for entry in table.entries if table else ():
@@ -347,9 +348,9 @@ def _measured(
 _NUMBER = re.compile(r"(?<![\w.])\d+(?![\d.])")
 
 
-def group_exclusions(excluded: Sequence[tuple[FwdConfig, str]]) -> tuple[ExclusionGroup, ...]:
+def group_exclusions(excluded: Sequence[tuple[Config, str]]) -> tuple[ExclusionGroup, ...]:
     """Groups configs whose reasons differ in numbers only, the largest group first."""
-    groups: dict[str, list[tuple[FwdConfig, str]]] = {}
+    groups: dict[str, list[tuple[Config, str]]] = {}
     for config, reason in excluded:
         groups.setdefault(_NUMBER.sub("#", reason), []).append((config, reason))
     named = [ExclusionGroup(_with_ranges([reason for _, reason in group]), tuple(group)) for group in groups.values()]

@@ -6,11 +6,13 @@ import json
 
 import click
 
-from ..spec import KernelSpec
 from .options import (
     config_option,
     gpu_option,
     json_option,
+    kinds_of,
+    make_spec,
+    one_kind_options,
     one_spec_options,
     parse_config,
     resolve_gpu,
@@ -19,6 +21,7 @@ from .options import (
 
 
 @click.command("explain")
+@one_kind_options
 @one_spec_options
 @gpu_option("GPU to explain it for. [default: the one found, else a100]")
 @seqlen_options(2048, minimum=1)
@@ -39,6 +42,8 @@ from .options import (
 @click.option("--all", "list_excluded", is_flag=True, help="List every excluded config with its reason.")
 @json_option
 def command(
+    kind: str,
+    deterministic: bool,
     head_dim: int,
     dtype: str,
     causal: bool,
@@ -56,24 +61,21 @@ def command(
     """Show what bounds a kernel on a GPU, which config the tables choose, and why others are excluded.
 
     FLOPs; HBM bytes of standard attention and of this kernel; the roofline; shared memory, registers, occupancy, waves;
-    the time the performance model predicts by resource, and the measured one where a table has it. No GPU is needed.
+    the time the performance model predicts by resource, and the measured one where a table has it. Of a backward the
+    main kernel of three; traffic and time are those of all. No GPU is needed.
 
     \b
     Examples:
       fa2gen explain --headdim 128 --causal --gpu a100 --seqlen-q 4096
       fa2gen explain --headdim 64 --gpu rtx-4090 --config sm80_128x128s64_w4_st3_qs_online_mb1
+      fa2gen explain --kind bwd --headdim 128 --gpu h200
     """
     from ..explain import explain
     from ..tuning.report import usual_problem
 
-    spec = KernelSpec(
-        head_dim=head_dim,
-        dtype=dtype,
-        causal=causal,
-        gqa_ratio=gqa_ratio,
-        alignment=2 if head_dim > 0 and head_dim % 8 else 16,
-    )
-    chosen = parse_config(config)
+    kinds_of(kind, deterministic=deterministic)
+    spec = make_spec(kind, head_dim, dtype, causal=causal, gqa_ratio=gqa_ratio, deterministic=deterministic)
+    chosen = parse_config(config, kind)
     gpu = resolve_gpu(gpu_name, default="a100")
     problem = usual_problem(spec, seqlen_q, seqlen_q if seqlen_k is None else seqlen_k, batch=batch, heads=heads)
     explanation = explain(spec, problem, gpu, config=chosen, compile=compiled)

@@ -9,7 +9,7 @@ from typing import Any
 from ..explain import Explanation, MeasuredTime
 from ..hardware import Gpu
 from ..roofline import Roofline, Traffic
-from ..spec import FwdConfig
+from ..spec import Config
 from ..tuning.model import model_version, validity
 
 
@@ -30,7 +30,7 @@ def explanation_json(e: Explanation, *, list_excluded: bool = False) -> dict[str
             "standard": _traffic(memory.standard, roof),
             "tiled": _traffic(memory.tiled, roof),
             "tiled_without_l2": _traffic(memory.uncached, roof),
-            "kv_bytes_per_head": memory.kv_bytes,
+            "reread_bytes_per_head": memory.reread_bytes,
             "l2_bytes": memory.l2_bytes,
             "heads_per_section": memory.heads_per_section,
             "l2_serves_rereads": memory.l2_serves,
@@ -45,7 +45,7 @@ def explanation_json(e: Explanation, *, list_excluded: bool = False) -> dict[str
         },
         "config": _config(e),
         "shared_memory": {
-            "bytes": e.smem.total,
+            "bytes": e.smem_bytes,
             "limit": e.gpu.arch.max_smem_per_block,
             "areas": [
                 {"name": name, "offset": offset, "bytes": size, "shape": shape}
@@ -60,6 +60,11 @@ def explanation_json(e: Explanation, *, list_excluded: bool = False) -> dict[str
             "limiters": list(e.occupancy.limiters),
             "blocks_by_limit": e.occupancy.blocks_by_limit,
         },
+        "launches": [
+            {"kernel": step.kernel, "blocks": step.grid[0], "threads": step.num_threads, "smem_bytes": step.smem_bytes}
+            for step in e.plan.launches
+        ],
+        "workspaces": {workspace.pointer: workspace.num_bytes for workspace in e.plan.workspaces},
         "grid": {
             "blocks": e.grid.blocks,
             "blocks_per_wave": e.grid.wave,
@@ -70,7 +75,7 @@ def explanation_json(e: Explanation, *, list_excluded: bool = False) -> dict[str
         },
         "prediction": {
             "model_version": model_version(e.spec.kind),
-            "validity": validity(e.gpu),
+            "validity": validity(e.gpu, e.spec.kind),
             "ms": e.prediction.ms if math.isfinite(e.prediction.ms) else None,
             "tflops": e.tflops,
             "limit": e.prediction.limit,
@@ -168,5 +173,5 @@ def _measured(time: MeasuredTime) -> dict[str, Any]:
     }
 
 
-def _reasons(configs: tuple[tuple[FwdConfig, str], ...]) -> list[dict[str, str]]:
+def _reasons(configs: tuple[tuple[Config, str], ...]) -> list[dict[str, str]]:
     return [{"slug": config.slug(), "reason": reason} for config, reason in configs]

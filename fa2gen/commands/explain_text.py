@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from ..explain import Explanation, MeasuredTime
 from ..roofline import Traffic, packed_heads
+from ..spec import BwdConfig
 from ..tuning.model import model_version, validity
 from .units import count_text
 
@@ -22,8 +23,9 @@ def explanation_text(e: Explanation, *, list_excluded: bool = False) -> str:
         e: The explanation.
         list_excluded: Every excluded config with its reason, not only their counts.
     """
-    sections = (_head(e), _work(e), _traffic(e), _roofline(e), _config(e), _smem(e), _registers(e), _occupancy(e))
-    lines = [line for section in (*sections, _grid(e), _time(e), _space(e, list_excluded)) for line in section]
+    sections = (_head(e), _work(e), _traffic(e), _roofline(e), _config(e), _launches(e), _smem(e), _registers(e))
+    rest = (_occupancy(e), _grid(e), _time(e), _space(e, list_excluded))
+    lines = [line for section in (*sections, *rest) for line in section]
     return "\n".join(lines)
 
 
@@ -52,7 +54,8 @@ def _sizes(e: Explanation | MeasuredTime) -> str:
 def _work(e: Explanation) -> Iterator[str]:
     yield "Work"
     pairs = "visible query-key pairs, exactly" if e.spec.causal else "query-key pairs"
-    yield from _row("FLOPs", f"{_flops(e.flops)}: 4 x head dim x {pairs}")
+    products = 4 if e.spec.kind == "fwd" else 10
+    yield from _row("FLOPs", f"{_flops(e.flops)}: {products} x head dim x {pairs}")
     share = e.flops / e.executed_flops if e.executed_flops else 0.0
     tile = f"{e.selection.config.block_m} x {e.selection.config.block_n} tiles"
     yield from _row("executed", f"{_flops(e.executed_flops)} in whole {tile}: {share:.1%} of them asked for")
@@ -63,8 +66,8 @@ def _traffic(e: Explanation) -> Iterator[str]:
     yield f"{'HBM traffic':<34}{'bytes':>10}{'FLOP/byte':>12}{'at least':>14}   bound by"
     for name, traffic in (
         ("standard attention", memory.standard),
-        ("this kernel, L2 serves re-reads", memory.tiled),
-        ("this kernel, L2 serves none", memory.uncached),
+        (f"{_this(e)}, L2 serves re-reads", memory.tiled),
+        (f"{_this(e)}, L2 serves none", memory.uncached),
     ):
         yield (
             f"  {name:<32}{_bytes(traffic.bytes):>10}{_number(traffic.intensity):>12}"
@@ -72,13 +75,25 @@ def _traffic(e: Explanation) -> Iterator[str]:
         )
     masked = "; computes what the mask hides too" if e.spec.causal else ""
     yield from _row("standard", _passes(memory.standard), masked)
-    yield from _row("this kernel", _passes(memory.tiled))
-    kv = f"K and V of a head are {_kib(memory.kv_bytes)}"
+    yield from _row(_this(e), _passes(memory.tiled))
+    what = "K and V" if e.spec.kind == "fwd" else "Q, dO and the sums of dQ"
+    head = f"{what} of a head are {_kib(memory.reread_bytes)}"
     if memory.l2_serves:
-        at_a_time = f"blocks go through the query heads {memory.heads_per_section} at a time"
-        yield from _row("L2", f"{kv}; {at_a_time}, so that K and V stay in half of L2 and re-reads hit it")
+        kinds = "query heads" if _by_query_heads(e) else "key/value heads"
+        at_a_time = f"blocks go through the {kinds} {memory.heads_per_section} at a time"
+        yield from _row("L2", f"{head}; {at_a_time}, so that {what} stay in half of L2 and re-reads hit it")
     else:
-        yield from _row("L2", f"{kv}, more than half of L2: re-reads miss it in part; between the last two rows")
+        yield from _row("L2", f"{head}, more than half of L2: re-reads miss it in part; between the last two rows")
+
+
+def _this(e: Explanation) -> str:
+    return "this kernel" if e.spec.kind == "fwd" else "these kernels"
+
+
+def _by_query_heads(e: Explanation) -> bool:
+    """Whether the grid counts query heads, or groups of them."""
+    config = e.selection.config
+    return e.spec.gqa_ratio == 1 or not isinstance(config, BwdConfig) or config.split_heads
 
 
 def _passes(traffic: Traffic) -> str:
@@ -93,7 +108,7 @@ def _roofline(e: Explanation) -> Iterator[str]:
     side = intensity / roof.ridge_point
     where = f"{_number(side)} times the ridge point" if side >= 1 else f"{side:.2g} of the ridge point"
     most = f"at most {roof.attainable_tflops(intensity):,.1f} TFLOP/s"
-    yield from _row("this kernel", f"{_number(intensity)} FLOP/byte, {where}: {roof.bound(intensity)} bound, {most}")
+    yield from _row(_this(e), f"{_number(intensity)} FLOP/byte, {where}: {roof.bound(intensity)} bound, {most}")
 
 
 _ORIGINS = {"tuned": "by table lookup: ", "default": "the default config: ", "given": ""}
@@ -111,9 +126,19 @@ def _config(e: Explanation) -> Iterator[str]:
         yield from _row("legal, but not tried", selection.excluded)
 
 
+def _launches(e: Explanation) -> Iterator[str]:
+    if len(e.plan.launches) == 1:
+        return
+    yield "Launches, in a row; what follows is of the main one"
+    for step in e.plan.launches:
+        yield from _row(step.kernel, f"{step.grid[0]:,} blocks of {step.num_threads} threads")
+    sizes = ", ".join(f"{workspace.pointer} {_kib(workspace.num_bytes)}" for workspace in e.plan.workspaces)
+    yield from _row("workspaces", sizes)
+
+
 def _smem(e: Explanation) -> Iterator[str]:
     limit = e.gpu.arch.max_smem_per_block
-    yield f"Shared memory: {e.smem.total:,} bytes a block, {e.smem.total / limit:.0%} of the {limit:,} it may have"
+    yield f"Shared memory: {e.smem_bytes:,} bytes a block, {e.smem_bytes / limit:.0%} of the {limit:,} it may have"
     for name, offset, size, shape in e.smem_areas():
         yield f"  {name:<10}{offset:>8,} to {offset + size:>8,}  {_kib(size):>9}   {shape}"
 
@@ -145,13 +170,17 @@ def _occupancy(e: Explanation) -> Iterator[str]:
 
 
 def _grid(e: Explanation) -> Iterator[str]:
-    grid, p, block_m = e.grid, e.problem, e.selection.config.block_m
-    packed = packed_heads(e.spec, e.selection.config)
+    grid, p, config = e.grid, e.problem, e.selection.config
     yield "Grid"
-    count = -(-p.seqlen_q * packed // block_m)
-    tiles = f"{count:,} query {'tile' if count == 1 else 'tiles'} of {block_m}"
-    heads = count_text(p.num_heads_q, "head") if packed == 1 else count_text(p.num_heads_k, "key/value head")
-    rows = "" if packed == 1 else f"; the rows of {packed} query heads share them"
+    if isinstance(config, BwdConfig):
+        tiles = f"{count_text(-(-p.seqlen_k // config.block_n), 'key tile')} of {config.block_n}"
+        shared = 1 if _by_query_heads(e) else e.spec.gqa_ratio
+        rows = "" if shared == 1 else f"; each walks over {shared} query heads"
+    else:
+        shared = packed_heads(e.spec, config)
+        tiles = f"{count_text(-(-p.seqlen_q * shared // config.block_m), 'query tile')} of {config.block_m}"
+        rows = "" if shared == 1 else f"; the rows of {shared} query heads share them"
+    heads = count_text(p.num_heads_q, "head") if shared == 1 else count_text(p.num_heads_k, "key/value head")
     yield from _row("blocks", f"{grid.blocks:,} = {p.batch} x {heads} x {tiles}{rows}")
     if grid.wave == 0:
         yield from _row("waves", "no block fits an SM")
@@ -176,7 +205,7 @@ def _time(e: Explanation) -> Iterator[str]:
         for name, ms in [*((f"{name} alone", ms) for name, ms in resources), ("waits, tail, launch", rest)]:
             share = ms / prediction.ms
             yield f"  {'  ' + name:<{_LABEL}}{_ms(ms):>10}{share:>6.0%}  {'#' * round(40 * share)}".rstrip()
-        yield from _row("model", f"{model_version(e.spec.kind)}, {validity(e.gpu)}")
+        yield from _row("model", f"{model_version(e.spec.kind)}, {validity(e.gpu, e.spec.kind)}")
     for time in e.measured:
         yield from _row("measured", _measured(e, time))
     if not e.measured:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..hardware import Gpu, get_gpu, list_gpus
-from ..spec import ALIGNMENTS, DTYPES, KINDS, MAX_GQA_RATIO, NATIVE_HEAD_DIMS, SOFTMAXES, FwdConfig, KernelSpec
+from ..spec import ALIGNMENTS, CONFIGS, DTYPES, KINDS, MAX_GQA_RATIO, NATIVE_HEAD_DIMS, SOFTMAXES, KernelSpec
 from .options import gpu_option, json_option
 
 if TYPE_CHECKING:
@@ -105,17 +105,15 @@ def _tables_text(counts: dict[str, int]) -> str:
     return f"{known} ({counts['stale']} stale)" if counts["stale"] else known
 
 
-# Kind -> config classes, one a family.
-_CONFIGS = {"fwd": (FwdConfig,)}
-
-
 @command.command("kernels", short_help="List the kernels that fa2gen can make.")
+@click.option("--kind", type=click.Choice(KINDS), help="Only forward or only backward kernels. [default: both]")
 @gpu_option("Also count the configs that are legal on this GPU.")
 @json_option
-def kernels(gpu_name: str | None, as_json: bool) -> None:
+def kernels(kind: str | None, gpu_name: str | None, as_json: bool) -> None:
     """List the kernels that fa2gen can make: what they support, and the templates that make them.
 
-    The hash is over those templates: a tuned entry with another one is stale.
+    A backward is three kernels, which are made, tuned and stored together. The hash is over those templates: a tuned
+    entry with another one is stale.
 
     \b
     Examples:
@@ -123,7 +121,8 @@ def kernels(gpu_name: str | None, as_json: bool) -> None:
       fa2gen list kernels --gpu a100 --json
     """
     gpu = get_gpu(gpu_name) if gpu_name is not None else None
-    rows = [_kernel_row(kind, config.family, gpu) for kind, configs in _CONFIGS.items() for config in configs]
+    kinds = KINDS if kind is None else (kind,)
+    rows = [_kernel_row(each, CONFIGS[each].family, gpu) for each in kinds]
     if as_json:
         click.echo(json.dumps(rows, indent=2))
         return
@@ -131,13 +130,16 @@ def kernels(gpu_name: str | None, as_json: bool) -> None:
         click.echo(f"{row['kind']}, family {row['family']}")
         low, high = row["head_dims"]
         *narrower, widest = row["native_head_dims"]
+        multiple = "" if row["head_dim_multiple"] == 1 else f", multiples of {row['head_dim_multiple']}"
         lines = {
-            "head dims": f"{low} to {high}; tiles are {', '.join(map(str, narrower))} or {widest} columns wide",
+            "kernels": f"{', '.join(row['kernels'])}, in this order" if len(row["kernels"]) > 1 else "",
+            "head dims": f"{low} to {high}{multiple}; tiles have {', '.join(map(str, narrower))} or {widest} columns",
             "dtypes": f"{', '.join(row['dtypes'])}; sums, softmax and log-sum-exp in float32",
             "masks": f"{', '.join(row['masks'])} (bottom-right)",
             "heads": f"1 to {row['max_gqa_ratio']} query heads per key/value head",
             "rows": f"{' or '.join(map(str, row['alignments']))}-byte aligned; head dim contiguous, other strides any",
-            "softmax": ", ".join(row["softmaxes"]),
+            "softmax": ", ".join(row.get("softmaxes", ())),
+            "gradients": "sums of dq in any order, or deterministic" if row["kind"] == "bwd" else "",
             "runs on": ", ".join(row["targets"]),
             "templates": ", ".join(row["templates"]),
             "template hash": row["template_hash"],
@@ -145,24 +147,28 @@ def kernels(gpu_name: str | None, as_json: bool) -> None:
         if gpu is not None:
             counts = ", ".join(f"{count:,} for head dim {width}" for width, count in row["legal_configs"].items())
             lines[f"legal on {gpu.name}"] = f"{counts}, of {row['configs']:,}"
-        for name, text in lines.items():
+        for name, text in ((name, text) for name, text in lines.items() if text):
             click.echo(textwrap.fill(text, 100, initial_indent=f"  {name:<16}  ", subsequent_indent=" " * 20))
 
 
 def _kernel_row(kind: str, family: str, gpu: Gpu | None) -> dict[str, Any]:
-    from ..codegen import manifest, template_hash
+    from ..codegen import kernels_of, manifest, template_hash
     from ..hardware import arch_limits, supported_compute_capabilities
 
-    row = {
+    # A call with other head dims pads them, one with other views copies them.
+    multiple = 1 if kind == "fwd" else 8
+    row: dict[str, Any] = {
         "kind": kind,
         "family": family,
-        "head_dims": [1, NATIVE_HEAD_DIMS[-1]],
+        "kernels": list(kernels_of(kind)),
+        "head_dims": [multiple, NATIVE_HEAD_DIMS[-1]],
+        "head_dim_multiple": multiple,
         "native_head_dims": list(NATIVE_HEAD_DIMS),
         "dtypes": list(DTYPES),
         "masks": ["full", "causal"],
         "max_gqa_ratio": MAX_GQA_RATIO,
-        "alignments": list(ALIGNMENTS),
-        "softmaxes": list(SOFTMAXES),
+        "alignments": list(ALIGNMENTS) if kind == "fwd" else [16],
+        **({"softmaxes": list(SOFTMAXES)} if kind == "fwd" else {"deterministic": [False, True]}),
         "targets": [arch_limits(capability).target for capability in supported_compute_capabilities()],
         "templates": list(manifest(kind, family)),
         "template_hash": template_hash(kind, family),

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..errors import TableError
-from ..spec import DTYPES
+from ..spec import DTYPES, KINDS
 from .options import gpu_option, json_option, out_option
 
 if TYPE_CHECKING:
@@ -36,12 +36,18 @@ def command() -> None:
 
 @command.command("show", short_help="Show tuned entries.")
 @gpu_option("Only this GPU's. [default: all]")
+@click.option("--kind", type=click.Choice(KINDS), help="Only forward or only backward kernels. [default: both]")
 @click.option("--headdim", "headdims", type=int, multiple=True, metavar="D", help="Only these head dimensions.")
 @click.option("--dtype", "dtypes", type=click.Choice(DTYPES), multiple=True, help="Only this element type.")
 @click.option("--causal/--no-causal", default=None, help="Only with, or only without the causal mask.")
 @json_option
 def show(
-    gpu_name: str | None, headdims: tuple[int, ...], dtypes: tuple[str, ...], causal: bool | None, as_json: bool
+    gpu_name: str | None,
+    kind: str | None,
+    headdims: tuple[int, ...],
+    dtypes: tuple[str, ...],
+    causal: bool | None,
+    as_json: bool,
 ) -> None:
     """Show tuned entries: time, rate, how it is known, and whether the templates have changed since.
 
@@ -52,13 +58,14 @@ def show(
     \b
     Examples:
       fa2gen table show --gpu h200 --headdim 128 --causal
-      fa2gen table show --json
+      fa2gen table show --gpu h200 --kind bwd --json
     """
 
     def wanted(status: EntryStatus) -> bool:
         spec = status.entry.spec
         return (
-            (not headdims or spec.head_dim in headdims)
+            (kind is None or spec.kind == kind)
+            and (not headdims or spec.head_dim in headdims)
             and (not dtypes or spec.dtype in dtypes)
             and (causal is None or spec.causal == causal)
         )

@@ -92,7 +92,6 @@ def _results(report: TuneReport, *, wide: bool) -> Table:
 
 def show_report(report: TuneReport) -> None:
     """Prints a session's results, failures and files."""
-    from ..tuning.model import validity
     from ..tuning.timing import disturbance
 
     console = _console()
@@ -121,19 +120,30 @@ def show_report(report: TuneReport) -> None:
     line(
         f"{count_text(report.compiled, 'kernel')} compiled, {report.cached} from the cache, {report.seconds:.0f} s; "
         + _how(report)
-        + ("" if report.measured else f" (the model is {validity(report.gpu)})")
+        + ("" if report.measured else f" (the model is {_validity(report)})")
         + ("; ended early" if report.interrupted else "")
     )
 
 
-def report_as_json(report: TuneReport) -> dict[str, Any]:
-    """A session's results as JSON takes them."""
+def _validity(report: TuneReport) -> str:
+    """What is known of the models that a session's predictions are of."""
+    from ..spec import KINDS
     from ..tuning.model import validity
 
+    tuned = {entry.spec.kind for entry in report.entries} | {failure.spec.kind for failure in report.failures}
+    known = {kind: validity(report.gpu, kind) for kind in KINDS if kind in tuned or not tuned}
+    # Mostly one kind is tuned, and what is known of both may be the same.
+    if len({*known.values()}) == 1:
+        return next(iter(known.values()))
+    return "; ".join(f"{kind}: {words}" for kind, words in known.items())
+
+
+def report_as_json(report: TuneReport) -> dict[str, Any]:
+    """A session's results as JSON takes them."""
     return {
         "gpu": report.gpu.name,
         "kind": "measured" if report.measured else "predicted",
-        **({"devices": list(report.devices)} if report.measured else {"model": validity(report.gpu)}),
+        **({"devices": list(report.devices)} if report.measured else {"model": _validity(report)}),
         "entries": [_entry_as_json(report, entry) for entry in report.entries],
         "failures": [
             {"spec": f.spec.canonical(), "config": f.config.canonical(), "outcome": f.outcome, "reason": f.reason}

@@ -48,5 +48,5 @@ def age_text(seconds: float) -> str:
 
 
 def count_text(count: int, one: str, many: str = "") -> str:
-    """``"1 entry"``, ``"2 entries"``; ``many`` is ``one`` with an s if left out."""
-    return f"{count} {one if count == 1 else many or one + 's'}"
+    """``"1 entry"``, ``"2,000 entries"``; ``many`` is ``one`` with an s if left out."""
+    return f"{count:,} {one if count == 1 else many or one + 's'}"

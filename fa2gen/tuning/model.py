@@ -9,8 +9,8 @@ from fa2gen.spec import BwdConfig, Config, KernelSpec
 from . import model_backward, model_forward
 from .prediction import Facts, Prediction
 
-CALIBRATED_ON = "h200"
-"""The product whose measured times the constants are fitted to and judged by."""
+CALIBRATED_ON: dict[str, str | None] = {"fwd": "h200", "bwd": None}
+"""The product whose measured times a kind's constants are fitted to and judged by."""
 
 _VERSIONS = {"fwd": model_forward.MODEL_VERSION, "bwd": model_backward.MODEL_VERSION}
 
@@ -20,11 +20,14 @@ def model_version(kind: str) -> str:
     return _VERSIONS[kind]
 
 
-def validity(gpu: Gpu) -> str:
-    """What is known of the models' truth on a chip."""
-    if gpu.name == CALIBRATED_ON:
+def validity(gpu: Gpu, kind: str) -> str:
+    """What is known of the truth of a kind's model on a chip."""
+    chip = CALIBRATED_ON[kind]
+    if chip is None:
+        return "not calibrated: it counts work and takes the chip's rates"
+    if gpu.name == chip:
         return "calibrated on this chip"
-    return f"calibrated on an {get_gpu(CALIBRATED_ON).title}; its transfer to the {gpu.title} is unvalidated"
+    return f"calibrated on an {get_gpu(chip).title}; its transfer to the {gpu.title} is unvalidated"
 
 
 def estimate_facts(spec: KernelSpec, config: Config, gpu: Gpu) -> Facts:

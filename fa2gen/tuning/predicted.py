@@ -37,9 +37,9 @@ _TIE = 0.02
 _MAX_PROOFS = 3
 
 
-def method(gpu: Gpu) -> str:
-    """How a predicted entry's time was found, and how far the model is known to hold on that chip."""
-    return f"{_METHOD}; {validity(gpu)}"
+def method(gpu: Gpu, kind: str) -> str:
+    """How a predicted entry's time was found, and how far the kind's model is known to hold on that chip."""
+    return f"{_METHOD}; {validity(gpu, kind)}"
 
 
 class _Late(Exception):
@@ -270,7 +270,7 @@ def _entry(
         spec=group.spec,
         bucket=problem.bucket(ledger.gpu.num_sms),
         config=config,
-        measurement=Measurement("predicted", ms, ms, ms, 0, method(ledger.gpu), problem),
+        measurement=Measurement("predicted", ms, ms, ms, 0, method(ledger.gpu, group.spec.kind), problem),
         provenance=Provenance(
             template_hash=tools.template_hash(group.spec.kind, config.family),
             nvcc=tools.nvcc_version(),

@@ -71,7 +71,7 @@ def test_explain_json_is_the_whole_answer() -> None:
     assert form["space"]["legal"] == len(legal_space(KernelSpec(causal=True), get_gpu("a10")).configs)
     assert set(form) == {
         "gpu", "spec", "problem", "work", "traffic", "roofline", "config", "shared_memory", "registers", "occupancy",
-        "grid", "prediction", "measured", "space",
+        "launches", "workspaces", "grid", "prediction", "measured", "space",
     }  # fmt: skip
 
 
@@ -127,7 +127,7 @@ def test_explain_without_a_gpu_takes_a100() -> None:
         (["--headdim", "64", "--seqlen-q", str(MAX_SEQLEN + 1)], 2, ("--seqlen-q", str(MAX_SEQLEN))),
         (["--headdim", "64", "--config", "best"], 1, ("config", "tuned", "default", FwdConfig().slug(), "'best'")),
         (["--headdim", "64", "--config", ""], 1, ("config", "''")),
-        (["--headdim", "64", "--batch", str(2**30), "--heads", "8"], 1, ("batch", "grid's limit")),
+        (["--headdim", "64", "--batch", str(2**30), "--heads", "8"], 1, ("blocks of fwd", "grid's limit")),
     ],
 )
 def test_explain_bad_values_name_the_option(arguments: list[str], code: int, words: tuple[str, ...]) -> None:
@@ -172,11 +172,11 @@ def test_list_gpus() -> None:
 
 
 def test_list_kernels() -> None:
-    (row,) = json.loads(run("list", "kernels", "--json").stdout)
+    (row,) = json.loads(run("list", "kernels", "--kind", "fwd", "--json").stdout)
     assert (row["kind"], row["family"], row["template_hash"]) == ("fwd", "sm80", template_hash("fwd", "sm80"))
     assert row["templates"] == list(manifest("fwd", "sm80"))
     assert "legal_configs" not in row
-    (row,) = json.loads(run("list", "kernels", "--gpu", "rtx-3090", "--json").stdout)
+    (row,) = json.loads(run("list", "kernels", "--kind", "fwd", "--gpu", "rtx-3090", "--json").stdout)
     for head_dim, count in row["legal_configs"].items():
         assert count == len(legal_space(KernelSpec(head_dim=int(head_dim)), get_gpu("rtx-3090")).configs) > 0
     text = run("list", "kernels", "--gpu", "rtx-3090").stdout

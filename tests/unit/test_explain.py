@@ -79,7 +79,7 @@ def test_shared_memory_plan_by_hand() -> None:
         ("V [0]", 65536, 16384),
         ("V [1]", 81920, 16384),
     ]
-    assert e.smem.total == 98304
+    assert e.smem_bytes == 98304
 
 
 def test_shared_memory_of_shared_rows_and_a_ring_by_hand() -> None:
@@ -98,7 +98,7 @@ def test_shared_memory_of_shared_rows_and_a_ring_by_hand() -> None:
         ("rows", 229376, 1024),
         ("mbarriers", 230400, 32),
     ]
-    assert e.smem.total == 230432
+    assert e.smem_bytes == 230432
     assert "mbarriers" in explanation_text(e)
 
 
@@ -146,7 +146,7 @@ def test_missing_nvcc_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 def test_l2_serves_what_fits_half_of_it() -> None:
     # K and V of 4,096 keys of 128 are 2 MiB; half of 40 MiB holds ten heads.
     memory = explained().memory
-    assert (memory.kv_bytes, memory.heads_per_section, memory.l2_serves) == (2 << 20, 10, True)
+    assert (memory.reread_bytes, memory.heads_per_section, memory.l2_serves) == (2 << 20, 10, True)
     # 16 MiB of 32,768 keys fit 20 MiB of an A100, not the 3 MiB of an A10.
     long = Problem(1, 32768, 32768, 16, 16)
     assert explained(problem=long).memory.l2_serves

@@ -1,0 +1,190 @@
+"""``fa2gen explain``, ``list`` and ``table show`` of the backward."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from fa2gen import driver
+from fa2gen.cli import main
+from fa2gen.codegen import kernels_of, manifest, template_hash
+from fa2gen.commands.explain_json import explanation_json
+from fa2gen.commands.explain_text import WIDTH, explanation_text
+from fa2gen.constraints import default_config, smem_bytes
+from fa2gen.constraints_backward import PREPROCESS_ROWS
+from fa2gen.explain import Explanation, explain
+from fa2gen.explain_smem import smem_areas
+from fa2gen.hardware import get_gpu
+from fa2gen.problem import Problem
+from fa2gen.spec import BwdConfig, KernelSpec
+from fa2gen.tables import save_entries, store
+from fa2gen.tuning.model import model_version, validity
+from fa2gen.tuning.space import GRIDS, legal_space
+from tests.tuning_fakes import entry
+
+A10, A100, H200 = get_gpu("a10"), get_gpu("a100"), get_gpu("h200")
+SPEC, GROUPED = KernelSpec("bwd"), KernelSpec("bwd", gqa_ratio=4)
+PROBLEM = Problem(4, 4096, 4096, 16, 16)
+PLAIN = BwdConfig(block_m=64, block_n=64, step_m=64, num_warps=4, num_stages=1, roles=2)
+
+
+@pytest.fixture(autouse=True)
+def _no_gpu_and_own_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "unavailable_reason", lambda: "hidden by a test")
+    monkeypatch.setenv("FA2GEN_TABLES_DIR", str(tmp_path / "tables"))
+    monkeypatch.setattr(store, "package_dir", lambda: tmp_path / "package")
+    monkeypatch.delenv("FA2GEN_STRICT", raising=False)
+
+
+def explained(spec=SPEC, problem=PROBLEM, gpu=A100, config=PLAIN) -> Explanation:
+    return explain(spec, problem, gpu, config=config, compile=False)
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(main, list(arguments))
+
+
+def test_work_and_traffic_are_the_backwards() -> None:
+    e = explained()
+    # Five products of 2 * 4 * 16 * 4096^2 * 128.
+    assert e.flops == 5 * 2 * 64 * 4096**2 * 128 == e.executed_flops
+    # Without a cache 64 key tiles read and write the float32 sums of dQ: more than matrices of scores would move.
+    assert e.memory.tiled.bytes < e.memory.standard.bytes < e.memory.uncached.bytes
+    # Q and dO of 4,096 rows of 128 in 16 bits, the sums of dQ in 32: 4 MiB. Half of 40 MiB holds five heads of 64,
+    # which 13 sections of five are.
+    assert (e.memory.reread_bytes, e.memory.heads_per_section, e.memory.l2_serves) == (4 << 20, 5, True)
+    assert not explained(problem=Problem(1, 32768, 32768, 16, 16), gpu=A10).memory.l2_serves
+
+
+@pytest.mark.parametrize("gpu", ["a10", "h200"])
+@pytest.mark.parametrize("head_dim", [64, 96, 256])
+def test_areas_fill_the_shared_memory(head_dim: int, gpu: str) -> None:
+    spec = KernelSpec("bwd", head_dim=head_dim)
+    for config in legal_space(spec, get_gpu(gpu)).configs[::40]:
+        end = 0
+        for name, offset, size, shape in smem_areas(spec, config):
+            assert (offset, bool(name), bool(shape)) == (end, True, True)
+            end = offset + size
+        assert end == smem_bytes(spec, config)
+
+
+def test_areas_by_hand() -> None:
+    """64 keys or rows of 128 columns are 16 KiB, 64 keys by 64 rows 8 KiB, L and D of 64 rows 512 bytes."""
+    kib = 1024
+    assert [row[:3] for row in explained().smem_areas()] == [
+        ("K, then dK", 0, 16 * kib),
+        ("V, then dV", 16 * kib, 16 * kib),
+        ("Q [0]", 32 * kib, 16 * kib),
+        ("dO [0]", 48 * kib, 16 * kib),
+        ("P", 64 * kib, 8 * kib),
+        ("dS [0]", 72 * kib, 8 * kib),
+        ("L and D", 80 * kib, 512),
+    ]
+
+
+def test_grid_and_launches() -> None:
+    e = explained(GROUPED, Problem(4, 4096, 4000, 16, 4), H200)
+    # 63 key tiles of 64; a block walks over the four query heads of its group.
+    assert e.grid.blocks == 4 * 4 * 63
+    assert [launch.kernel for launch in e.plan.launches] == [*kernels_of("bwd")]
+    assert e.plan.launches[0].grid[0] == 64 * 4096 // PREPROCESS_ROWS
+    text = " ".join(explanation_text(e).split())
+    assert "1,008 = 4 x 4 key/value heads x 63 key tiles of 64; each walks over 4 query heads" in text
+    assert "workspaces lse_log2 1 MiB, delta 1 MiB, dq_accum 128 MiB" in text
+    split = BwdConfig(block_m=64, block_n=64, step_m=64, num_warps=4, num_stages=1, roles=2, split_heads=True)
+    apart = explained(GROUPED, Problem(4, 4096, 4000, 16, 4), H200, split)
+    assert apart.grid.blocks == 4 * 16 * 63
+    assert "4,032 = 4 x 16 heads x 63 key tiles of 64\n" in explanation_text(apart)
+    assert {"dk_accum", "dv_accum"} <= {*explanation_json(apart)["workspaces"]}
+
+
+@pytest.mark.parametrize("gpu", ["a100", "rtx-4090", "h200"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_text_is_narrow_and_the_document_complete(gpu: str, causal: bool) -> None:
+    for spec, problem in (
+        (KernelSpec("bwd", causal=causal), PROBLEM),
+        (KernelSpec("bwd", head_dim=72, causal=causal, gqa_ratio=8, deterministic=True), Problem(1, 113, 203, 8, 1)),
+        (KernelSpec("bwd", head_dim=64, causal=causal), Problem(1, 1, 1, 1, 1)),
+        (KernelSpec("bwd", head_dim=256, causal=causal), Problem(64, 131072, 131072, 64, 64)),
+    ):
+        e = explained(spec, problem, get_gpu(gpu), "default")
+        assert e.selection.config == default_config(spec)
+        text, form = explanation_text(e), explanation_json(e)
+        assert max(map(len, text.splitlines())) <= WIDTH
+        assert "Launches, in a row" in text
+        assert "10 x head dim x" in text
+        assert form["prediction"]["model_version"] == model_version("bwd")
+        assert form["prediction"]["validity"] == validity(get_gpu(gpu), "bwd")
+        assert sum(form["space"][name] for name in ("legal", "excluded")) == len(
+            GRIDS["bwd"].configs(spec.gqa_ratio > 1)
+        )
+        json.dumps(form, allow_nan=False)
+
+
+def test_a_borrowed_config_says_so() -> None:
+    ordered = KernelSpec("bwd", deterministic=True)
+    row = entry(SPEC, PROBLEM, sms=A10.num_sms, template=template_hash("bwd", "sm80"), **PLAIN.canonical())
+    save_entries(A10, [row])
+    e = explain(ordered, PROBLEM, A10, compile=False)
+    assert (e.selection.match.source, e.selection.config) == ("non-deterministic entry", PLAIN)
+    assert e.selection.why.startswith("no entry for deterministic sums")
+
+
+def test_command_line() -> None:
+    result = run(
+        "explain", "--kind", "bwd", "--deterministic", "--headdim", "64", "--gpu", "a10", "--no-compile", "--json"
+    )
+    form = json.loads(result.stdout)
+    assert form["spec"]["slug"] == "bwd_d64_bf16_full_gqa1_det"
+    assert "semaphores" in form["workspaces"]
+    for arguments, words in (
+        (("--deterministic",), "--deterministic is for backward kernels"),
+        (("--kind", "both"), "--kind"),
+        (("--kind", "bwd", "--headdim", "60"), "a call pads 60 columns to 64"),
+        (("--kind", "bwd", "--config", "sm80_128x64s64_w4_st2_qs_online_mb1"), f"read like {BwdConfig().slug()}"),
+    ):
+        result = run(
+            "explain",
+            "--gpu",
+            "a10",
+            "--no-compile",
+            *(("--headdim", "64") * ("--headdim" not in arguments)),
+            *arguments,
+        )
+        (line,) = result.stderr.strip().splitlines()
+        assert (result.exit_code in (1, 2), line.startswith("error: "), words in line) == (True, True, True), line
+
+
+def test_list_kernels() -> None:
+    rows = json.loads(run("list", "kernels", "--gpu", "a10", "--json").stdout)
+    assert [row["kind"] for row in rows] == ["fwd", "bwd"]
+    (row,) = json.loads(run("list", "kernels", "--kind", "bwd", "--gpu", "a10", "--json").stdout)
+    assert row == rows[1]
+    assert row["kernels"] == [*kernels_of("bwd")]
+    assert row["templates"] == [*manifest("bwd", "sm80")]
+    assert row["template_hash"] == template_hash("bwd", "sm80")
+    assert (row["head_dims"], row["alignments"]) == ([8, 256], [16])
+    for head_dim, count in row["legal_configs"].items():
+        assert count == len(legal_space(KernelSpec("bwd", head_dim=int(head_dim)), A10).configs)
+    text = run("list", "kernels").stdout
+    assert "bwd_preprocess, bwd, bwd_postprocess, in this order" in text
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_table_show_by_kind() -> None:
+    save_entries(A10, [entry(KernelSpec()), entry(SPEC), entry(KernelSpec("bwd", gqa_ratio=16, deterministic=True))])
+    for kind, count in (("fwd", 1), ("bwd", 2)):
+        form = json.loads(run("table", "show", "--kind", kind, "--json").stdout)
+        kernels = [row["kernel"] for table in form["tables"] for row in table["entries"]]
+        assert len(kernels) == count
+        assert all(kernel.startswith(kind) for kernel in kernels)
+    lines = run("table", "show").stdout.splitlines()
+    assert [line.split(",")[0] for line in lines if line.startswith("a10 ")] == ["a10 bwd", "a10 fwd"]
+    assert all(len(line) <= 80 for line in lines if "table /" not in line), max(lines, key=len)
+    # TFLOP/s of five products.
+    form = json.loads(run("table", "show", "--kind", "bwd", "--json").stdout)
+    row = form["tables"][0]["entries"][0]
+    assert row["tflops"] == pytest.approx(10 * 128 * 64 * 4096**2 / 1.5 / 1e9)
