@@ -240,11 +240,28 @@ def _gigabytes(size: int | None) -> float | None:
 def _provenance(device: torch.device, text: Text, compiled: bool) -> dict[str, Any]:
     return {
         **provenance(device.index if device.type == "cuda" else None),
-        "command": shlex.join(["python", "benchmarks/train_gpt.py", *sys.argv[1:]]),
+        "command": _command_line(),
         "precision": PRECISION,
         "compiled": compiled,
         "text": {"bytes": len(text.tokens), "files": text.files, "sha256": text.sha256},
     }
+
+
+def _command_line() -> str:
+    """What was typed, without the folder for the results, which is the reader's own affair."""
+    context = click.get_current_context()
+    words = ["python", "benchmarks/train_gpt.py", str(context.info_name)]
+    for parameter in context.command.params:
+        source = context.get_parameter_source(str(parameter.name))
+        if parameter.name == "out" or source is not click.core.ParameterSource.COMMANDLINE:
+            continue
+        value = context.params[str(parameter.name)]
+        for one in value if isinstance(value, tuple) else (value,):
+            if isinstance(one, bool):
+                words.append((parameter.opts if one else parameter.secondary_opts)[0])
+            else:
+                words += [parameter.opts[0], str(one)]
+    return shlex.join(words)
 
 
 def _progress() -> Progress:
