@@ -8,7 +8,7 @@ import threading
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -211,18 +211,26 @@ def loaded_kernels(
     spec: KernelSpec, config: Config, device_index: int, names: Sequence[str]
 ) -> dict[str, LoadedKernel]:
     """Several kernels as :func:`loaded_kernel` gives them; what has to be compiled is compiled at once, in parallel."""
-    missing = _missing(spec, config, device_index, names)
-    if missing:
+    if _missing(spec, config, device_index, names):
         _require_no_capture(spec)
-    binaries: dict[str, CompiledKernel] = {}
-    if len(missing) > 1:
-        target = device_gpu(device_index).target
-        results = compile_many([(kernel_source(spec, config, name), target) for name in missing])
-        for name, result in zip(missing, results, strict=True):
-            if isinstance(result, CompileError):
-                raise result
-            binaries[name] = result
-    return {name: loaded_kernel(spec, config, device_index, binaries.get(name), name=name) for name in names}
+    with _build_lock:
+        missing = _missing(spec, config, device_index, names)
+        binaries = dict(zip(missing, _compiled(spec, config, device_index, missing), strict=True))
+        return {name: loaded_kernel(spec, config, device_index, binaries.get(name), name=name) for name in names}
+
+
+def _compiled(
+    spec: KernelSpec, config: Config, device_index: int, names: Sequence[str]
+) -> Sequence[CompiledKernel | None]:
+    """Binaries of several kernels; of a single one None: it needs no pool of compilers."""
+    if len(names) < 2:
+        return [None] * len(names)
+    target = device_gpu(device_index).target
+    compiled = compile_many([(kernel_source(spec, config, name), target) for name in names])
+    for result in compiled:
+        if isinstance(result, CompileError):
+            raise result
+    return cast(list[CompiledKernel], compiled)
 
 
 def _missing(spec: KernelSpec, config: Config, device_index: int, names: Sequence[str]) -> list[str]:

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from fa2gen.codegen import PARAMS
 from fa2gen.constraints import default_config
-from fa2gen.errors import ArgumentError, InfeasibleError, LaunchError, ToolchainError
+from fa2gen.errors import ArgumentError, CompileError, GateError, InfeasibleError, LaunchError, ToolchainError
 from fa2gen.hardware import get_gpu
 from fa2gen.runtime import attention, describe, plan, reset, warmup
+from fa2gen.runtime.warmup import gate_kernel
 from fa2gen.spec import BwdConfig, FwdConfig, KernelSpec
 from tests.runtime_fakes import FakeDevice
 from tests.runtime_fakes import call_inputs as _inputs
@@ -305,6 +306,22 @@ def test_warmup_prepares_what_will_be_needed(device: FakeDevice) -> None:
     assert q.grad is None
     # Named by its origin where no table has an entry.
     assert describe(q, k, v, backward=True).source == "default"
+
+
+def test_a_kernel_that_writes_nothing_does_not_pass_the_gate(device: FakeDevice) -> None:
+    """Its gradients and workspaces hold NaN to begin with."""
+    spec = KernelSpec(kind="bwd", head_dim=64)
+    with pytest.raises(GateError, match=r"dq .*Do not use this kernel"):
+        gate_kernel(spec, default_config(spec), torch.device("cpu"))
+    assert [name for name, _ in device.order] == list(KERNELS)
+
+
+def test_a_compiler_s_refusal_is_told(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = _leaves()
+    out = attention(*tensors)
+    monkeypatch.setattr(plan, "compile_many", lambda jobs: [CompileError("nvcc refused it", "log")] * len(jobs))
+    with pytest.raises(CompileError, match="nvcc refused it"):
+        _grads(out, tensors)
 
 
 def test_configs(device: FakeDevice) -> None:
