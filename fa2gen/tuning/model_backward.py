@@ -47,9 +47,9 @@ _VECTOR_ADD_BYTES, _SCALAR_ADD_BYTES = 16.0, 8.0
 _ORDERED = 1.1
 # Share of HBM bandwidth that the kernels before and after reach, and launch and drain of each grid, milliseconds.
 _HBM_SHARE, _LAUNCH_MS = 0.85, 0.0035
-# Registers beyond the lower estimate of constraints.py: what ptxas takes where it may, what of it it does without before
-# it spills (28 kernels of head dims 64 to 256 for sm_90: within 32), and what a schedule without stalls wants. Slowdown
-# for each that is missing.
+# Registers beyond the lower estimate of constraints.py: what ptxas takes where it may, how many of them it does without
+# before it spills (28 kernels of head dims 64 to 256 for sm_90: within 32), and what a schedule without stalls wants.
+# Slowdown for each that is missing.
 _USUAL_REGISTERS, _SPARE_REGISTERS, _SCHEDULE_REGISTERS, _PRESSURE = 66, 40, 16, 0.015
 # Issues for the 4-byte words that are spilled, to this power of their number.
 _SPILL_ISSUES, _SPILL_POWER = 9.2, 0.63

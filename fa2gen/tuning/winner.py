@@ -35,7 +35,7 @@ def find_incumbent(spec: KernelSpec, bucket: Bucket, gpu: Gpu, roots: Iterable[P
 
 
 def find_relatives(spec: KernelSpec, bucket: Bucket, gpu: Gpu, roots: Iterable[Path], count: int) -> tuple[Config, ...]:
-    """Configs that were measured to be fastest for the same head dim and mask: other sizes, heads, the other dtype.
+    """Configs that were measured to be fastest for the same head dim and mask: other sizes, heads, dtype, determinism.
 
     Nearest first, of equally near ones the same dtype; each made legal as a lookup would, or left out.
     """
@@ -48,6 +48,7 @@ def find_relatives(spec: KernelSpec, bucket: Bucket, gpu: Gpu, roots: Iterable[P
         if entry.key == (spec, bucket) or not is_measured(entry) or infeasible_reason(spec, config, gpu.arch):
             continue
         distance = bucket_distance(entry.bucket, bucket) + abs(math.log2(other.gqa_ratio / spec.gqa_ratio))
+        distance += other.deterministic != spec.deterministic
         near.append((distance, other.dtype != spec.dtype, config))
     near.sort(key=lambda item: item[:2])
     return tuple(dict.fromkeys(config for _, _, config in near))[:count]
