@@ -26,6 +26,7 @@ from fa2gen.tuning.builds import compile_configs, main_kernel
 from fa2gen.tuning.inputs import make_tensors
 from fa2gen.tuning.model import model_version, predict
 from fa2gen.tuning.prediction import Facts
+from fa2gen.tuning.regate import check, regate
 from fa2gen.tuning.session import default_requests, tune
 from fa2gen.tuning.shortlist import neighbours, shortlist
 from fa2gen.tuning.space import GRIDS, exclusion_reason, legal_space
@@ -225,6 +226,25 @@ def test_what_spills_too_much_is_not_timed(tmp_path):
     report = run(rooms, tmp_path, trials=8)
     assert {failure.outcome for failure in report.failures} == {"spilled"}
     assert all(config.block_m != 128 for config in rooms.worker.measured)
+
+
+@pytest.mark.parametrize("here", [False, True], ids=["emulator", "GPU"])
+def test_stale_entries_are_gated_again(here, tmp_path):
+    """The three kernels of an entry's config are compiled and proved together, on the GPU where it is."""
+    rooms = FakeRooms(device=DEVICE if here else None, template="new")
+    rows = [row(SPEC, template="old"), row(ORDERED, template="old", block_m=128)]
+    save_entries(H200, rows, root=tmp_path)
+    rooms.wrong = lambda config: config.block_m == 128
+
+    def states():
+        found = check(H200, roots=[tmp_path], template_hash=rooms.tools().template_hash)
+        return {status.entry.spec: status.state for status in found}
+
+    assert states() == {SPEC: "stale", ORDERED: "stale"}
+    results = regate(check(H200, roots=[tmp_path], template_hash=lambda *_: "new"), rooms.tools(), out=tmp_path)
+    assert {result.status.entry.spec: result.passed for result in results} == {SPEC: True, ORDERED: False}
+    assert states() == {SPEC: "gated", ORDERED: "stale"}
+    assert (len(rooms.worker.gated), len(rooms.proved)) == ((2, 0) if here else (0, 2))
 
 
 def test_default_requests_of_a_backward():
