@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from fa2gen.codegen import kernels_of
 from fa2gen.compile import usable_cores
 from fa2gen.constraints import default_config
 from fa2gen.hardware import Gpu
@@ -22,9 +23,10 @@ from .winner import MAX_RELATIVES, find_incumbent, find_relatives
 
 # The model's favourites that are listed.
 _TOP = 3
-# Core-seconds of compiling one kernel and of proving one in the emulator. `fa2gen tune --headdim 128 --gpu a100` with
-# `--trials 24` took 822 core-seconds from nothing: 8 specs of 24 kernels, and two proofs for each.
-_COMPILE_SECONDS, _PROOF_SECONDS, _PROOFS = 3.9, 3.7, 2.0
+# Core-seconds of compiling one config and of proving one in the emulator. `fa2gen tune --headdim 128 --gpu a100` with
+# `--trials 24` took 822 core-seconds from nothing: 8 specs of 24 kernels, and two proofs for each. A backward's main
+# kernel takes 2 to 8 s, those around it 1 s each, which most configs share.
+_COMPILE_SECONDS, _PROOF_SECONDS, _PROOFS = {"fwd": 3.9, "bwd": 5.0}, {"fwd": 3.7, "bwd": 12.0}, 2.0
 
 
 @dataclass(frozen=True)
@@ -112,10 +114,12 @@ def make_plan(
         )
     cores = usable_cores()
     if found:
-        kernels = sum(min(each, row.legal) + 1 + (row.incumbent is not None) for row in rows)
-        seconds = kernels * _COMPILE_SECONDS / cores
+        configs = [(row.request.spec, min(each, row.legal) + 1 + (row.incumbent is not None)) for row in rows]
     else:
         legal = {row.request.spec: row.legal for row in rows}
-        kernels = sum(min(each, count) + 1 for count in legal.values())
-        seconds = (kernels * _COMPILE_SECONDS + len(legal) * _PROOFS * _PROOF_SECONDS) / cores
+        configs = [(spec, min(each, count) + 1) for spec, count in legal.items()]
+    kernels = sum(count * len(kernels_of(spec.kind)) for spec, count in configs)
+    seconds = sum(count * _COMPILE_SECONDS[spec.kind] for spec, count in configs) / cores
+    if not found:
+        seconds += sum(_PROOFS * _PROOF_SECONDS[spec.kind] for spec, _ in configs) / cores
     return Plan(gpu, tuple(info.index for info in found), tuple(rows), kernels, seconds, cores)
