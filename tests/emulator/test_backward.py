@@ -11,7 +11,7 @@ from torch import Tensor
 from fa2gen.constraints import default_config
 from fa2gen.emulator import Counters, run_backward
 from fa2gen.errors import ArgumentError, EmulatorError, InfeasibleError
-from fa2gen.gate import check_backward
+from fa2gen.gate import backward_cases, check_backward, run_backward_gate
 from fa2gen.reference import attention_forward
 from fa2gen.spec import BwdConfig, KernelSpec
 
@@ -38,8 +38,12 @@ KERNELS = [
 ]
 
 
-def _spec(head_dim: int, dtype: str, mask: str, gqa_ratio: int, deterministic: bool) -> KernelSpec:
-    return KernelSpec("bwd", head_dim, dtype, mask == "causal", gqa_ratio, deterministic=deterministic)
+def _spec_and_config(kernel: tuple[int, str, str, int, bool, str | None]) -> tuple[KernelSpec, BwdConfig]:
+    head_dim, dtype, mask, gqa_ratio, deterministic, slug = kernel
+    spec = KernelSpec("bwd", head_dim, dtype, mask == "causal", gqa_ratio, deterministic=deterministic)
+    config = default_config(spec) if slug is None else BwdConfig.from_slug(slug)
+    assert isinstance(config, BwdConfig)
+    return spec, config
 
 
 class Call:
@@ -91,10 +95,7 @@ class Call:
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: "-".join(map(str, kernel)))
 def test_kernels(kernel: tuple[int, str, str, int, bool, str | None]) -> None:
-    *what, slug = kernel
-    spec = _spec(*what)
-    config = default_config(spec) if slug is None else BwdConfig.from_slug(slug)
-    assert isinstance(config, BwdConfig)
+    spec, config = _spec_and_config(kernel)
     # Three tiles of queries and two of keys, and the other way round; in one, causal rows see no key.
     Call(spec, 2 * config.block_m + 17, config.block_n + 19, heads_k=2).check(config)
     call = Call(spec, config.block_m - 3, 2 * config.block_n + 5)
@@ -104,6 +105,20 @@ def test_kernels(kernel: tuple[int, str, str, int, bool, str | None]) -> None:
     # Free of bank conflicts. Where some lanes copy nothing, the emulator takes accesses of two instructions for one.
     if spec.head_dim == spec.native_head_dim:
         assert counters.ldmatrix_conflicts == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: "-".join(map(str, kernel)))
+def test_kernels_pass_the_gate(kernel: tuple[int, str, str, int, bool, str | None]) -> None:
+    spec, config = _spec_and_config(kernel)
+
+    def runner(
+        q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None, softmax_scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return run_backward(spec, config, q, k, v, out, lse, do, softmax_scale=softmax_scale, dlse=dlse)[:3]
+
+    report = run_backward_gate(spec, config, runner, backward_cases(spec, config, budget="quick"))
+    assert report.passed, report.text
 
 
 @pytest.mark.parametrize(
