@@ -8,14 +8,14 @@ import math
 import pytest
 import torch
 
-from fa2gen.codegen import KernelSource, render_kernel
+from fa2gen.codegen import KernelSource, render_kernel, render_kernels
 from fa2gen.compile import compile_kernel
 from fa2gen.driver import device_count, device_info
 from fa2gen.driver.clocks import open_clock_reader
 from fa2gen.hardware import Gpu, match_device
 from fa2gen.problem import Problem
 from fa2gen.runtime import attention, describe, reset
-from fa2gen.spec import FwdConfig, KernelSpec
+from fa2gen.spec import BwdConfig, FwdConfig, KernelSpec
 from fa2gen.tables import load_table, table_path
 from fa2gen.tuning import device, measured
 from fa2gen.tuning.measure import MeasureRequest
@@ -55,8 +55,7 @@ def sabotaged(spec: KernelSpec, config: FwdConfig) -> tuple[KernelSource, ...]:
         )
     else:
         return (source,)
-    assert source.text.count(old) == 1
-    return (dataclasses.replace(source, text=source.text.replace(old, new)),)
+    return (_edited(source, old, new),)
 
 
 def test_bad_kernels_are_contained_and_named(tmp_path, monkeypatch):
@@ -82,6 +81,44 @@ def test_bad_kernels_are_contained_and_named(tmp_path, monkeypatch):
     assert entry.provenance.numerics.startswith("GPU: passed")
     # This process's own context never saw any of it.
     assert torch.ones(4, device="cuda").sum().item() == 4
+
+
+def sabotaged_backward(spec: KernelSpec, config: BwdConfig) -> tuple[KernelSource, ...]:
+    """One stage: the main kernel skips every other tile. Eight warps: what is added to is not cleared."""
+    first, main, last = render_kernels(spec, config)
+    if config.num_stages == 1:
+        main = _edited(main, "i < num_tiles; i++)", "i < num_tiles; i += 2)")
+    elif config.num_warps == 8:
+        first = _edited(first, "  clear(p.dq_accum, p.dq_accum_bytes);\n", "")
+    return first, main, last
+
+
+def _edited(source: KernelSource, old: str, new: str) -> KernelSource:
+    assert source.text.count(old) == 1
+    return dataclasses.replace(source, text=source.text.replace(old, new))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_backward_is_timed_and_proved_as_a_whole(deterministic, tmp_path, monkeypatch):
+    spec = KernelSpec("bwd", head_dim=64, causal=True, gqa_ratio=2, deterministic=deterministic)
+    request = TuneRequest(spec, Problem(2, 1000, 1100, 4, 2))
+    good = BwdConfig(block_m=64, block_n=64, step_m=32, num_warps=4, num_stages=2)
+    skips = dataclasses.replace(good, num_stages=1)
+    uncleared = dataclasses.replace(good, block_n=128, num_warps=8)
+    # In a fixed order the blocks after one that skips a tile would wait for it for ever.
+    bad = [uncleared] if deterministic else [skips, uncleared]
+    configs = [good, *bad]
+    monkeypatch.setattr(measured, "shortlist", lambda *_: configs)
+    monkeypatch.setattr(measured, "find_relatives", lambda *_: ())
+    # So that it is the sabotaged ones that would win, and are put to the proof.
+    monkeypatch.setattr(measured, "ranking", lambda times, *_: sorted(times, key=[skips, uncleared, good].index))
+    monkeypatch.setattr(measured, "default_config", lambda spec: good)
+    report = tune([request], gpu_here(), out=tmp_path, trials=len(configs), tools=Tools(render=sabotaged_backward))
+    assert {(f.config, f.outcome) for f in report.failures} == {(config, "wrong") for config in bad}, report.failures
+    (entry,) = report.entries
+    assert (entry.config, entry.measurement.kind) == (good, "measured")
+    assert entry.provenance.numerics.startswith("GPU: passed")
+    assert load_table(table_path(tmp_path, gpu_here().name, "bwd")).entries == report.entries
 
 
 def test_the_runtime_takes_what_was_tuned(tmp_path):
