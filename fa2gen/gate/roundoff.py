@@ -8,6 +8,8 @@ from torch import Tensor
 from fa2gen.reference import Gradients, chunk_terms, default_scale, pairwise, to_keys, to_queries
 
 FLOAT32_ULP = 2.0**-23
+# Below it a GPU's exponential, and what matrix units make of such numbers, may be zero.
+_FLOAT32_LEAST = 2.0**-126
 
 
 @torch.no_grad()
@@ -23,7 +25,7 @@ def backward_roundoff(
 ) -> Gradients:
     """Sizes of the errors in dq, dk and dv that follow from the roundings which a kernel in q's dtype cannot avoid.
 
-    Three kinds, each rounding being independent of the others; u is the dtype's unit roundoff, and where a value is
+    Four kinds, each rounding being independent of the others; u is the dtype's unit roundoff, and where a value is
     below the dtype's normal range its roundings have the size of those at the range's end.
 
     - P and dS, before the products that they are factors of: ``u sqrt(2 sum dS^2 k^2)`` and the like.
@@ -59,6 +61,8 @@ def backward_roundoff(
             size = size + chunk.per_row(dlse, torch.float64).abs()
         exponent = torch.where(t.lse == -torch.inf, 0.0, t.lse.abs()) + abs(scale) * pairwise(t.q.abs(), t.k.abs())
         exact = FLOAT32_ULP * torch.where(seen, 2 * t.p * size + t.ds.abs() * exponent, 0.0)
+        flushed_p = torch.where(seen & (t.p < _FLOAT32_LEAST), t.p, 0.0)
+        exact += torch.where(seen, flushed_p * t.dp_less_d.abs() + t.ds.abs().clamp(max=_FLOAT32_LEAST), 0.0)
 
         dq_part = unit * to_queries(ds_squares, t.k.square(), mask).sqrt_()
         dq_part += d_error * to_queries(t.p, t.k, mask).abs()
@@ -66,7 +70,7 @@ def backward_roundoff(
         chunk.add_keys(dk_squares, to_keys(ds_squares, t.q.square(), mask))
         chunk.add_keys(dk, to_keys(t.p * d_error + exact, t.q.abs(), mask))
         chunk.add_keys(dv_squares, to_keys(p.square(), t.do.square(), mask))
-        chunk.add_keys(dv, to_keys(FLOAT32_ULP * t.p * (2 + exponent), t.do.abs(), mask))
+        chunk.add_keys(dv, to_keys(FLOAT32_ULP * t.p * (2 + exponent) + flushed_p, t.do.abs(), mask))
     return (
         abs(scale) * dq,
         abs(scale) * (dk + unit * dk_squares.sqrt_()),
