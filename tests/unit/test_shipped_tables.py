@@ -15,7 +15,8 @@ from fa2gen.codegen import KernelSource, template_hash
 from fa2gen.constraints import infeasible_reason
 from fa2gen.hardware import Gpu, get_gpu
 from fa2gen.runtime import attention, describe, plan, request, reset
-from fa2gen.spec import FwdConfig, KernelSpec
+from fa2gen.runtime.backward import gradients
+from fa2gen.spec import Config, KernelSpec
 from fa2gen.tables import TunedEntry, load_table, lookup, package_dir
 
 # The package has a function of that name.
@@ -56,7 +57,7 @@ def test_every_entry_is_reachable_and_legal(path: Path) -> None:
 class FakeKernel:
     """What the runtime loads, without a GPU; remembers what was launched."""
 
-    launched: ClassVar[list[tuple[KernelSpec, FwdConfig]]] = []
+    launched: ClassVar[list[tuple[KernelSpec, Config]]] = []
 
     def __init__(self, source: KernelSource) -> None:
         self.identity = source.spec, source.config
@@ -72,6 +73,7 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callab
     monkeypatch.setenv("FA2GEN_STRICT", "1")
     monkeypatch.setattr(request, "_backend", lambda backend, device: "cuda")
     monkeypatch.setattr(plan, "compile_kernel", lambda source, target: source)
+    monkeypatch.setattr(plan, "compile_many", lambda jobs: [source for source, _ in jobs])
     monkeypatch.setattr(plan, "load", lambda source, index: FakeKernel(source))
     monkeypatch.setattr(plan, "_raw_stream_function", lambda: lambda index: 0)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -96,12 +98,25 @@ def test_the_public_call_runs_every_entry(path: Path, fake_gpu: Callable[[Gpu], 
             torch.empty(p.batch, rows, heads, spec.head_dim, dtype=dtype)
             for rows, heads in ((p.seqlen_q, p.num_heads_q), (p.seqlen_k, p.num_heads_k), (p.seqlen_k, p.num_heads_k))
         )
+        if spec.kind == "bwd":
+            _run_gradients(entry, q, k, v)
+            continue
         described = describe(q, k, v, causal=spec.causal)
         assert (described.spec, described.config, described.source) == (spec, entry.config, "exact")
         assert (described.known, described.stale, described.gated) == (entry.measurement.kind, False, False)
         assert ("predicted by the performance model" in str(described)) == (entry.measurement.kind == "predicted")
         attention(q, k, v, causal=spec.causal)
         assert FakeKernel.launched[-1] == (spec, entry.config)
+
+
+def _run_gradients(entry: TunedEntry, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """The gradients of such a call, by its three kernels; results of the forward are not looked at."""
+    spec, p = entry.spec, entry.measurement.problem
+    out, dout = torch.empty_like(q), torch.empty_like(q)
+    lse = torch.empty(p.batch, p.num_heads_q, p.seqlen_q, dtype=torch.float32)
+    options = plan.gradient_options(spec.causal, None, spec.deterministic, "auto", None)
+    gradients(options, dout, None, q, k, v, out, lse)
+    assert FakeKernel.launched[-3:] == 3 * [(spec, entry.config)]
 
 
 @pytest.mark.parametrize("path", TABLES, ids=lambda path: f"{path.parent.name}/{path.stem}")
