@@ -320,6 +320,8 @@ def _tile_edges(seqlen_k: int) -> Iterator[int]:
 
 def laid_out(x: Tensor, layout: str, alignment: int) -> Tensor:
     """The same values as a view of NaN-filled storage; alignment 2 gives odd strides and an odd start."""
+    if layout not in LAYOUTS:
+        raise ArgumentError(f"layout of a gate case must be one of {', '.join(LAYOUTS)}, got {layout!r}")
     if layout == "contiguous":
         return x
     batch, seqlen, heads, head_dim = x.shape

@@ -17,6 +17,8 @@ from fa2gen.problem import Problem
 from fa2gen.reference import attention_forward
 from fa2gen.spec import FwdConfig, KernelSpec
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 CONFIG = FwdConfig(block_m=128, block_n=64, step_n=64)
 Weights = Callable[[Tensor, Tensor], Tensor]
 

@@ -11,6 +11,8 @@ from torch import Tensor
 from fa2gen import reference
 from fa2gen.reference import attention_forward, plain16_forward, weight_noise
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 def _inputs(batch: int, seqlen_q: int, seqlen_k: int, heads_q: int, heads_k: int, head_dim: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seqlen_q + seqlen_k)

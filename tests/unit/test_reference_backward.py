@@ -15,6 +15,8 @@ from fa2gen import reference
 from fa2gen.gate import check_backward
 from fa2gen.reference import attention_backward, attention_forward, plain16_backward
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 def _inputs(
     batch: int, seqlen_q: int, seqlen_k: int, heads_q: int, heads_k: int, head_dim: int, dtype: torch.dtype
