@@ -242,7 +242,7 @@ def make_tensors(call: Call, device: str | torch.device) -> tuple[Tensor, Tensor
     shapes = ((p.seqlen_q, p.num_heads_q), (p.seqlen_k, p.num_heads_k), (p.seqlen_k, p.num_heads_k))
     views, values = [], []
     for (seqlen, heads), layout in zip(shapes, call.layouts, strict=True):
-        base, view = _memory((call.batch, seqlen, heads, call.head_dim), layout, call, device)
+        base, view = memory((call.batch, seqlen, heads, call.head_dim), layout, call, device)
         views.append((base, view))
         values.append(torch.randn(base.shape, generator=generator, device=device))
     q, k, v = values
@@ -268,7 +268,7 @@ def make_tensors(call: Call, device: str | torch.device) -> tuple[Tensor, Tensor
     return views[0][1], views[1][1], views[2][1]
 
 
-def _memory(
+def memory(
     shape: tuple[int, int, int, int], layout: str, call: Call, device: str | torch.device
 ) -> tuple[Tensor, Tensor]:
     """(what is written, what is passed): a view of memory filled with ``call.fill``, repeated where it is expanded."""

@@ -1,6 +1,6 @@
 """Gradients of the public function through the emulator: the generated kernels, run on the CPU, beneath autograd.
 
-One spec serves almost all of it: head dims that are padded to 64, causal, two query heads to a key/value head.
+One spec serves almost all of it: head dims that are padded to 64, causal.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ def _check(tensors: list[Tensor], dout: Tensor, dlse: Tensor | None = None, scal
     ("d", "scale", "seqlens"), [(64, None, (33, 77)), (59, -0.2, (33, 77)), (64, 0.0, (17, 5)), (57, 0.3, (1, 65))]
 )
 def test_values(d: int, scale: float | None, seqlens: tuple[int, int]) -> None:
-    tensors = call_inputs(1, *seqlens, 4, 2, d)
+    tensors = call_inputs(1, *seqlens, 2, 2, d)
     assert describe(*tensors, causal=True, backend="emulator", backward=True).spec == KernelSpec(
-        kind="bwd", head_dim=64, causal=True, gqa_ratio=2
+        kind="bwd", head_dim=64, causal=True
     )
     dout = _randn(tensors[0].shape, torch.bfloat16)
     _check(tensors, dout, None, scale)
-    _check(tensors, dout, _randn(torch.Size((1, 4, seqlens[0])), torch.float32), scale)
+    _check(tensors, dout, _randn(torch.Size((1, 2, seqlens[0])), torch.float32), scale)
 
 
 def test_layouts_of_every_tensor() -> None:
     """Transposed, repeated, between NaN, negated, columns first: the same gradients as of contiguous tensors."""
-    q, k, v = (x.detach() for x in call_inputs(1, 17, 33, 4, 2, 64))
+    q, k, v = (x.detach() for x in call_inputs(1, 17, 33, 2, 2, 64))
     dout = _randn(q.shape, q.dtype)
     expected = _check([x.requires_grad_() for x in (q, k, v)], dout)
     between_nan = torch.full((1, 33, 3, 131), torch.nan, dtype=k.dtype)
@@ -69,7 +69,7 @@ def test_layouts_of_every_tensor() -> None:
 
 
 def test_keys_that_repeat_have_gradients_of_their_own() -> None:
-    q, k, v = (x.detach() for x in call_inputs(1, 17, 33, 4, 1, 64))
+    q, k, v = (x.detach() for x in call_inputs(1, 17, 33, 2, 1, 64))
     one = [x.requires_grad_() for x in (k, v)]
     repeated = [x.expand(1, 33, 2, 64) for x in one]
     out = attention(q, *repeated, causal=True, backend="emulator")
@@ -82,7 +82,7 @@ def test_keys_that_repeat_have_gradients_of_their_own() -> None:
 
 
 def test_deterministic_bits() -> None:
-    tensors = call_inputs(1, 97, 161, 4, 2, 64)
+    tensors = call_inputs(1, 97, 161, 1, 1, 128)
 
     def grads() -> tuple[Tensor, ...]:
         out = attention(*tensors, causal=True, deterministic=True, backend="emulator")
@@ -92,10 +92,10 @@ def test_deterministic_bits() -> None:
 
 
 def test_configs() -> None:
-    tensors = call_inputs(1, 17, 33, 4, 2, 64)
+    tensors = call_inputs(1, 17, 33, 2, 2, 64)
     forced = BwdConfig(block_n=4096)
     assert describe(*tensors, backend="emulator").source == "default"
-    with pytest.raises(InfeasibleError, match=r"config sm80_64x4096\S* cannot run bwd_d64_bf16_causal_gqa2 on sm_80"):
+    with pytest.raises(InfeasibleError, match=r"config sm80_64x4096\S* cannot run bwd_d64_bf16_causal_gqa1 on sm_80"):
         attention(*tensors, causal=True, backend="emulator", backward_config=forced)
     with pytest.raises(InfeasibleError, match="sm80_64x4096"):
         describe(*tensors, causal=True, backend="emulator", backward_config=forced, backward=True)
@@ -108,6 +108,6 @@ def test_compiled_training() -> None:
     torch._dynamo.reset()
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     for seqlens in ((17, 33), (5, 40)):
-        tensors = call_inputs(1, *seqlens, 4, 2, 64)
+        tensors = call_inputs(1, *seqlens, 2, 2, 64)
         found, expected = (torch.autograd.grad(run(*tensors), tensors) for run in (compiled, step))
         torch.testing.assert_close(found, expected, rtol=2.0**-5, atol=2.0**-6)
