@@ -14,7 +14,7 @@ from ..constraints import default_config, infeasible_reason
 from ..errors import ArgumentError, EmulatorError, InfeasibleError, LaunchError
 from ..hardware import Gpu, arch_limits
 from ..problem import Problem
-from ..spec import BwdConfig, Config, FwdConfig, KernelSpec
+from ..spec import BwdConfig, Config, KernelSpec
 from .options import (
     config_option,
     given,
@@ -32,7 +32,7 @@ from .options import (
 from .progress import StageProgress
 
 if TYPE_CHECKING:
-    from ..gate import BackwardRunner, GateCase, GateReport, Runner
+    from ..gate import GateCase, GateReport
 
 
 @dataclass(frozen=True)
@@ -171,14 +171,9 @@ def _verify(
     budget: str,
     on_event: Callable[[Any], None],
 ) -> _Verdict:
-    from ..gate import backward_cases, forward_cases
+    from ..tuning.tools import gate_cases
 
-    if lengths is not None:
-        cases = _cases_at(spec, config, *lengths)
-    elif isinstance(config, BwdConfig):
-        cases = backward_cases(spec, config, budget=budget)
-    else:
-        cases = forward_cases(spec, config, budget=budget)
+    cases = gate_cases(spec, config, budget) if lengths is None else _cases_at(spec, config, *lengths)
 
     def reported() -> Iterator[GateCase]:
         for done, case in enumerate(cases):
@@ -196,10 +191,25 @@ def _verify(
 def _run_gate(spec: KernelSpec, config: Config, backend: str, cases: Iterator[GateCase]) -> GateReport:
     from ..gate import run_backward_gate, run_gate
 
-    device = "cpu" if backend == "emulator" else "cuda"
+    if backend == "emulator":
+        from ..tuning.tools import emulated_gate
+
+        return emulated_gate(spec, config, cases)
     if isinstance(config, BwdConfig):
-        return run_backward_gate(spec, config, _backward_runner(spec, config, backend), cases, device=device)
-    return run_gate(spec, config, _runner(spec, config, backend), cases, device=device)
+        import torch
+
+        from ..runtime.warmup import backward_runner
+
+        device = torch.device("cuda", torch.cuda.current_device())
+        return run_backward_gate(spec, config, backward_runner(spec, config, device), cases, device=device)
+    from ..runtime import attention
+
+    def launch(q: Any, k: Any, v: Any, softmax_scale: float) -> Any:
+        return attention(
+            q, k, v, causal=spec.causal, softmax_scale=softmax_scale, return_lse=True, backend="cuda", config=config
+        )
+
+    return run_gate(spec, config, launch, cases, device="cuda")
 
 
 def _cases_at(spec: KernelSpec, config: Config, seqlen_q: int, seqlen_k: int) -> Sequence[GateCase]:
@@ -242,44 +252,6 @@ def _require_memory(spec: KernelSpec, problem: Problem) -> None:
             f"seqlen_q {problem.seqlen_q} and seqlen_k {problem.seqlen_k} with {problem.num_heads_q} query heads need "
             f"about {needed / 2**30:.0f} GiB for the check, this machine has {present / 2**30:.0f} GiB"
         )
-
-
-def _runner(spec: KernelSpec, config: FwdConfig, backend: str) -> Runner:
-    if backend == "emulator":
-        from ..emulator.forward import run_forward
-
-        def emulate(q: Any, k: Any, v: Any, softmax_scale: float) -> tuple[Any, Any]:
-            out, lse, _ = run_forward(spec, config, q, k, v, softmax_scale=softmax_scale)
-            return out, lse
-
-        return emulate
-    from ..runtime import attention
-
-    def launch(q: Any, k: Any, v: Any, softmax_scale: float) -> Any:
-        return attention(
-            q, k, v, causal=spec.causal, softmax_scale=softmax_scale, return_lse=True, backend="cuda", config=config
-        )
-
-    return launch
-
-
-def _backward_runner(spec: KernelSpec, config: BwdConfig, backend: str) -> BackwardRunner:
-    if backend == "emulator":
-        from ..emulator.backward import run_backward
-
-        def emulate(q: Any, k: Any, v: Any, out: Any, lse: Any, do: Any, dlse: Any, softmax_scale: float) -> Any:
-            dq, dk, dv, _ = run_backward(spec, config, q, k, v, out, lse, do, softmax_scale=softmax_scale, dlse=dlse)
-            return dq, dk, dv
-
-        return emulate
-    from ..runtime.backward import gradients
-    from ..runtime.plan import gradient_options
-
-    def launch(q: Any, k: Any, v: Any, out: Any, lse: Any, do: Any, dlse: Any, softmax_scale: float) -> Any:
-        options = gradient_options(spec.causal, softmax_scale, spec.deterministic, "cuda", config)
-        return gradients(options, do, dlse, q, k, v, out, lse)
-
-    return launch
 
 
 def _as_json(verdict: _Verdict) -> dict[str, Any]:

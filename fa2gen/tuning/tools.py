@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -21,7 +21,7 @@ from .worker import Worker
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from fa2gen.gate import GateReport
+    from fa2gen.gate import GateCase, GateReport
 
 CompileMany = Callable[
     [Sequence[tuple[KernelSource, str]], Callable[[int, Any], None]], "list[CompiledKernel | CompileError]"
@@ -52,7 +52,8 @@ def prove_in_emulator(spec: KernelSpec, config: Config) -> str:
         CompileError: It refused the kernel, which says nothing of the kernel's results.
     """
     try:
-        report = _emulated_gate(spec, config)
+        # One thread: the session proves as many configs at a time as there are cores.
+        report = emulated_gate(spec, config, gate_cases(spec, config), threads=1)
     except EmulatorError as error:
         raise GateError(f"{spec.slug()} {config.slug()}: the emulator stopped it: {error}") from None
     if not report.passed:
@@ -60,27 +61,46 @@ def prove_in_emulator(spec: KernelSpec, config: Config) -> str:
     return f"emulator: {report.text}"
 
 
-def _emulated_gate(spec: KernelSpec, config: Config) -> GateReport:
+def gate_cases(spec: KernelSpec, config: Config, budget: str = "quick") -> tuple[GateCase, ...]:
+    """The gate's cases of a kernel of either kind; see ``gate.forward_cases``."""
+    from fa2gen.gate import backward_cases, forward_cases
+
+    if isinstance(config, BwdConfig):
+        return backward_cases(spec, config, budget=budget)
+    return forward_cases(spec, config, budget=budget)
+
+
+def emulated_gate(
+    spec: KernelSpec, config: Config, cases: Iterable[GateCase], *, threads: int | None = None
+) -> GateReport:
+    """Runs a kernel, or those of a backward in a row, over cases in the emulator.
+
+    Args:
+        spec, config: What is under test.
+        cases: Of its kind.
+        threads: Of the emulator; default: as many as there are cores.
+    """
     from fa2gen.emulator.backward import run_backward
     from fa2gen.emulator.forward import run_forward
-    from fa2gen.gate import backward_cases, forward_cases, run_backward_gate, run_gate
+    from fa2gen.gate import run_backward_gate, run_gate
 
-    # One thread: the session proves as many configs at a time as there are cores.
     if isinstance(config, BwdConfig):
 
         def run_gradients(
             q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None, scale: float
         ) -> tuple[Tensor, Tensor, Tensor]:
-            dq, dk, dv, _ = run_backward(spec, config, q, k, v, out, lse, do, softmax_scale=scale, dlse=dlse, threads=1)
+            dq, dk, dv, _ = run_backward(
+                spec, config, q, k, v, out, lse, do, softmax_scale=scale, dlse=dlse, threads=threads
+            )
             return dq, dk, dv
 
-        return run_backward_gate(spec, config, run_gradients, backward_cases(spec, config, budget="quick"))
+        return run_backward_gate(spec, config, run_gradients, cases)
 
     def run_output(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        out, lse, _ = run_forward(spec, config, q, k, v, softmax_scale=scale, threads=1)
+        out, lse, _ = run_forward(spec, config, q, k, v, softmax_scale=scale, threads=threads)
         return out, lse
 
-    return run_gate(spec, config, run_output, forward_cases(spec, config, budget="quick"))
+    return run_gate(spec, config, run_output, cases)
 
 
 def _require_emulator() -> None:
