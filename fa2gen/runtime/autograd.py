@@ -11,11 +11,13 @@ from torch.autograd import Function
 
 from fa2gen.errors import UnsupportedError
 
-from .backward import gradients
+from .backward import gradients, saved_gradients
 from .plan import Differentiable
 
 _is_grad_enabled = torch.is_grad_enabled
 _must_be_deterministic = torch._C._get_deterministic_algorithms
+# The innermost saved-tensor hooks, or None. A torch that does not tell is taken to have some.
+_saved_tensor_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda ignore_is_tracing: True)
 
 
 class Attention(Function):
@@ -25,11 +27,14 @@ class Attention(Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: Differentiable) -> Any:
         out, lse = call.forward(q, k, v)
         ctx.save_for_backward(q, k, v, out, lse)
-        # An LSE that nobody used has no gradient, rather than zeros.
-        ctx.set_materialize_grads(False)
         # What torch asks for now, not when the backward runs.
         ctx.options = call.options[_must_be_deterministic()]
-        return (out, lse) if call.return_lse else out
+        ctx.compute = gradients if call.copies or _saved_tensor_hooks(False) is not None else saved_gradients
+        if not call.return_lse:
+            return out
+        # What was not used has no gradient, rather than zeros.
+        ctx.set_materialize_grads(False)
+        return out, lse
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> Any:
@@ -39,7 +44,7 @@ class Attention(Function):
                 return None, None, None, None
             dout = torch.zeros_like(out)
         # Grad mode is on where the backward itself is to be differentiated (create_graph=True).
-        compute = AttentionGradients.apply if _is_grad_enabled() else gradients
+        compute = AttentionGradients.apply if _is_grad_enabled() else ctx.compute
         dq, dk, dv = compute(ctx.options, dout, dlse, q, k, v, out, lse)
         needs_dq, needs_dk, needs_dv, _ = ctx.needs_input_grad
         return dq if needs_dq else None, dk if needs_dk else None, dv if needs_dv else None, None

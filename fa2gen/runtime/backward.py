@@ -15,7 +15,15 @@ from fa2gen.spec import BwdConfig
 
 from .copies import copied, copy_reasons
 from .emulated import emulated_gradients
-from .plan import BACKWARD_PLANS, BackwardPlan, GradientOptions, gradient_options, match_config, remember
+from .plan import (
+    BACKWARD_PLANS,
+    SAVED_PLANS,
+    BackwardPlan,
+    GradientOptions,
+    gradient_options,
+    match_config,
+    remember,
+)
 from .plan_backward import build_backward_plan
 from .request import Request, backward_request, read_request, require_no_tangents
 from .traced import has_memory, is_observed
@@ -24,6 +32,59 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 
 _is_compiling = torch.compiler.is_compiling
 _num_dispatch_modes = torch._C._len_torch_dispatch_stack
+
+
+def saved_gradients(
+    options: GradientOptions,
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+) -> Gradients:
+    """:func:`gradients` of a call that copied nothing, from tensors that no hook of the caller's has had in its hands.
+
+    The forward has compared its tensors with each other, and autograd dout with out. What is left to look at is what
+    decides between plans, and strides, which ``x.data = y`` changes behind autograd's back: 11 things instead of 26,
+    which saves 2 us of some 15.
+    """
+    try:
+        q_ptr, k_ptr, v_ptr, out_ptr = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
+        lse_ptr, dout_ptr, dlse_ptr = lse.data_ptr(), dout.data_ptr(), 0 if dlse is None else dlse.data_ptr()
+        key = (
+            options,
+            (q_ptr | k_ptr | v_ptr | out_ptr | dout_ptr) & 15,
+            q.dtype,
+            q.get_device(),
+            q.shape,
+            k.shape,
+            q.stride(),
+            k.stride(),
+            v.stride(),
+            out.stride(),
+            dout.stride(),
+        )
+    except RuntimeError:  # a batch of gradients
+        return gradients(options, dout, dlse, q, k, v, out, lse)
+    run = SAVED_PLANS.get(key)
+    if (
+        run is None
+        or not (q_ptr and k_ptr and v_ptr and out_ptr and lse_ptr and dout_ptr)
+        or dout.is_neg()
+        or not (dlse is None or (dlse_ptr and _is_like(dlse, lse)))
+        or forward_ad._current_level >= 0
+        or _num_dispatch_modes()
+        or _is_compiling()
+    ):
+        result = gradients(options, dout, dlse, q, k, v, out, lse)
+        # There is none where something was copied, or a traced operator ran.
+        run = BACKWARD_PLANS.get(_key(options, q, k, v, out, lse, dout, key[1]))
+        if run is not None:
+            remember(SAVED_PLANS, key, run)
+        return result
+    return run(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, dout_ptr, dlse_ptr)
 
 
 def gradients(

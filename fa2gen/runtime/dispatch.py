@@ -88,7 +88,7 @@ def first_call(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> Result:
         def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
             return _serve(request, options, q, k, v, with_lse=True)  # type: ignore[return-value]
 
-        return record(q, k, v, Differentiable(forward, options.of_gradients(), options.return_lse))  # type: ignore[no-any-return]
+        return record(q, k, v, Differentiable(forward, options.of_gradients(), options.return_lse, copies=True))  # type: ignore[no-any-return]
     return _serve(request, options, q, k, v, with_lse=options.return_lse)
 
 
@@ -149,7 +149,7 @@ def _plan(request: Request, options: Options) -> ForwardPlan:
     def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         return run_with_lse(q.data_ptr(), k.data_ptr(), v.data_ptr())  # type: ignore[no-any-return]
 
-    recorded = Differentiable(forward, options.of_gradients(), options.return_lse)
+    recorded = Differentiable(forward, options.of_gradients(), options.return_lse, copies=False)
     return ForwardPlan(run_with_lse if options.return_lse else run, recorded)
 
 

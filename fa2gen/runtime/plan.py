@@ -59,11 +59,13 @@ class Differentiable:
         forward: Output and LSE of q, k and v.
         options: Of the gradients, where torch asks for no deterministic algorithms and where it does.
         return_lse: Both are returned, not the output alone.
+        copies: The forward runs on copies, or is not known to run without.
     """
 
     forward: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
     options: tuple[GradientOptions, GradientOptions]
     return_lse: bool
+    copies: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,8 @@ class ForwardPlan:
 # a cap: refilling an entry takes tens of microseconds.
 PLANS: dict[tuple[Any, ...], ForwardPlan] = {}
 BACKWARD_PLANS: dict[tuple[Any, ...], BackwardPlan] = {}
+# The same plans by less, where the rest is known.
+SAVED_PLANS: dict[tuple[Any, ...], BackwardPlan] = {}
 MAX_PLANS = 4096
 
 _gpus: dict[int, Gpu] = {}
@@ -94,7 +98,7 @@ _POINTER_BYTES = 8 * len(POINTERS)
 
 def reset() -> None:
     """Forget plans, table look-ups and loaded kernels: after tuning in this process, or to free device memory."""
-    for remembered in (PLANS, BACKWARD_PLANS, _matches, _kernels):
+    for remembered in (PLANS, BACKWARD_PLANS, SAVED_PLANS, _matches, _kernels):
         remembered.clear()
     _warned.clear()
 
