@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fa2gen.spec import BwdConfig, KernelSpec
 
-from .cases import DRAWN, DTYPES, LAYOUTS, Cases, GateCase, check_budget, laid_out
+from .cases import DRAWN, DTYPES, LAYOUTS, Cases, GateCase, laid_out
 
 
 @dataclass
@@ -49,13 +49,7 @@ def backward_cases(spec: KernelSpec, config: BwdConfig, *, budget: str) -> tuple
         budget: ``"quick"``: about twenty small cases, cheap enough for the emulator. ``"full"``: about a hundred, for a
             GPU; holds the quick ones.
     """
-    check_budget(budget)
-    cases = _BackwardCases(spec)
-    _quick(cases, config)
-    if budget == "full":
-        _sizes(cases, config)
-        _adversaries(cases, config)
-    return tuple(cases.items)
+    return _BackwardCases(spec).collect(budget, config, _quick, _sizes, _adversaries)
 
 
 def make_gradients(

@@ -6,7 +6,7 @@ Sizes come from the config's tiles. Data are drawn on the CPU from a seed, so ev
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ from fa2gen.spec import FwdConfig, KernelSpec
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 LAYOUTS = ("contiguous", "padded", "heads_first")
+Adder = Callable[[Any, Any], None]
 # Said wherever numbers are made: a process that runs a model may have set other defaults.
 DRAWN: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
 
@@ -110,6 +111,14 @@ class Cases:
             )
         )
 
+    def collect(self, budget: str, config: Any, quick: Adder, *full: Adder) -> tuple[GateCase, ...]:
+        """All cases of a budget; each adder is called with this object and the config."""
+        if budget not in ("quick", "full"):
+            raise ArgumentError(f"budget must be quick or full, got {budget!r}")
+        for add_cases in (quick, *full) if budget == "full" else (quick,):
+            add_cases(self, config)
+        return tuple(self.items)
+
 
 def forward_cases(spec: KernelSpec, config: FwdConfig, *, budget: str) -> tuple[GateCase, ...]:
     """The cases of a forward kernel.
@@ -120,18 +129,7 @@ def forward_cases(spec: KernelSpec, config: FwdConfig, *, budget: str) -> tuple[
         budget: ``"quick"``: about twenty small cases, cheap enough for the emulator. ``"full"``: about a hundred, for a
             GPU; holds the quick ones.
     """
-    check_budget(budget)
-    cases = Cases(spec)
-    _quick(cases, config)
-    if budget == "full":
-        _sizes(cases, config)
-        _adversaries(cases, config)
-    return tuple(cases.items)
-
-
-def check_budget(budget: str) -> None:
-    if budget not in ("quick", "full"):
-        raise ArgumentError(f"budget must be quick or full, got {budget!r}")
+    return Cases(spec).collect(budget, config, _quick, _sizes, _adversaries)
 
 
 def _quick(cases: Cases, config: FwdConfig) -> None:

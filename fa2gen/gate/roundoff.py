@@ -35,6 +35,7 @@ def backward_roundoff(
       + scale |q| |k|`` ulp of P itself, the exponential of a float32 number of that size. At |LSE| = 1e6 half an ulp
       of the LSE is 3 % of P, and half an ulp of its product with log2 e 4 %: beyond, no kernel that is given a float32
       LSE has gradients to judge.
+    - The end of float32: a P or dS below 2^-126 may count as 0, as a GPU's exponential and matrix units take it.
 
     Args:
         q, k, v, do, causal, softmax_scale, dlse: See :func:`fa2gen.reference.attention_backward`.
