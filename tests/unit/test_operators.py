@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 from fa2gen.errors import ArgumentError, UnsupportedError
-from fa2gen.runtime import attention
+from fa2gen.runtime import attention, operators
 from fa2gen.spec import BwdConfig, FwdConfig
 from tests.gradients import call_inputs
 
@@ -249,6 +249,25 @@ def test_who_asks_for_deterministic_gradients() -> None:
             assert nodes["fa2gen.attention_bwd.default"][9] is expected
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def test_a_compiled_program_follows_torch_s_switch(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    gradients = operators.gradients
+
+    def spy(options: Any, *tensors: Any) -> Any:
+        asked.append(options.deterministic)
+        return gradients(options, *tensors)
+
+    monkeypatch.setattr(operators, "gradients", spy)
+    compiled = torch.compile(_step, fullgraph=True, backend="aot_eager")
+    try:
+        for switch in (False, True, False):
+            torch.use_deterministic_algorithms(switch)
+            _gradients_of(compiled, call_inputs())
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert asked == [False, True, False]
 
 
 def test_a_backward_under_a_mode_is_an_operator() -> None:
