@@ -187,9 +187,9 @@ def test_one_visible_key_leaves_dq_zero_but_for_float32() -> None:
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_probabilities_below_float32_may_count_as_zero(dtype: str) -> None:
-    """Logits 88 below the row's maximum and further: P of 2^-126 to 2^-149, whose keys have no other part in dV."""
+    """The last key's dV is made of P of about 2^-128 alone, in bf16 five bits above the smallest number."""
     spec = KernelSpec(kind="bwd", head_dim=32, dtype=dtype)
-    case = GateCase(Problem(1, 17, 33, 1, 1), "cold_last", 0.05, 90.0, 1, grad_layout="expanded")
+    case = GateCase(Problem(1, 17, 33, 1, 1), "cold_last", 0.05, 85.5, 1, grad_layout="expanded")
     for name in ("exact", "flushed"):
         report = run_backward_gate(spec, CONFIG, backward_kernel(spec, RIGHT[name]), [case])
         assert report.passed, report.text
