@@ -57,13 +57,13 @@ MUTATIONS = {
     ),
     "no sync_warp before O is stored": ("  sync_warp();\n  store_o_rows", "  store_o_rows", RACES),
     "ragged rows of K are loaded": (
-        "if (first && tiles.first_rows < kBlockN)\n    load_tile<true>(to, tiles.k",
-        "if (false)\n    load_tile<true>(to, tiles.k",
+        "if (first && tiles.first_rows < kBlockN)\n    load_tile<kBlockN, true>(to, tiles.k",
+        "if (false)\n    load_tile<kBlockN, true>(to, tiles.k",
         {"global-uninitialised-read", *STRAY},
     ),
     "ragged rows of V are loaded": (
-        "if (first && tiles.first_rows < kBlockN)\n    load_tile<true>(to, tiles.v",
-        "if (false)\n    load_tile<true>(to, tiles.v",
+        "if (first && tiles.first_rows < kBlockN)\n    load_tile<kBlockN, true>(to, tiles.v",
+        "if (false)\n    load_tile<kBlockN, true>(to, tiles.v",
         {"global-uninitialised-read", *STRAY},
     ),
     "rows beyond the end are stored": (
