@@ -28,22 +28,27 @@ struct DqWork {
   int n_block;
 };
 
-FUNC void add_dq(const DqWork& work, const WarpPlace& place, const BwdParams& p) {
+// A warp's part of a tile has a semaphore: the number of key blocks that have added to it, in their order.
+FUNC gptr<u32> dq_semaphore(int row_tile, const WarpPlace& place, const BwdParams& p) {
+  return p.semaphores + (i64(row_tile) * kNumWarps + place.index);
+}
+
+FUNC void add_dq_part(const DqWork& work, const WarpPlace& place, const BwdParams& p) {
   const int warp_m = place.index / kDqWarpsN, warp_n = place.index % kDqWarpsN;
   DqTile acc_dq;
   gemm_dq(acc_dq, work.lane_ds, work.lane_k, warp_n * kDqPairs);
   const int column_tile = warp_n * (2 * kDqPairs);
-  const gptr<float> sums =
-      p.dq_accum + tile_offset(i64(work.row_tile) * (kBlockM / 16) + warp_m * kDqTilesM, column_tile);
+  const i64 row_16 = i64(work.row_tile) * (kBlockM / 16) + warp_m * kDqTilesM;
   if constexpr (kDeterministic) {
-    // A warp's part of the tile has a semaphore: the number of key blocks that have added to it.
-    const gptr<u32> semaphore = p.semaphores + (i64(work.row_tile) * kNumWarps + place.index);
-    if (threadIdx.x % 32 == 0) wait_until_equal(semaphore, work.n_block);
+    if (threadIdx.x % 32 == 0) wait_until_equal(dq_semaphore(work.row_tile, place, p), work.n_block);
     sync_warp();
-    add_tiles(sums, acc_dq, column_tile);
-    sync_warp();
-    if (threadIdx.x % 32 == 0) release_add(semaphore, 1);
-  } else {
-    add_tiles(sums, acc_dq, column_tile);
   }
+  add_tiles(p.dq_accum + tile_offset(row_16, column_tile), acc_dq, column_tile);
+}
+
+// Lets the next key block add.
+FUNC void release_dq(int row_tile, const WarpPlace& place, const BwdParams& p) {
+  sync_warp();
+  if (threadIdx.x % 32 == 0) release_add(dq_semaphore(row_tile, place, p), 1);
+  sync_warp();  // no lane may meet the next barrier of the block before the others
 }
