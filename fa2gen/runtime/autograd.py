@@ -12,7 +12,7 @@ from torch.autograd import Function
 from fa2gen.errors import UnsupportedError
 
 from .backward import gradients, saved_gradients
-from .plan import Differentiable
+from .plan import Differentiable, GradientOptions
 
 _is_grad_enabled = torch.is_grad_enabled
 _must_be_deterministic = torch._C._get_deterministic_algorithms
@@ -38,14 +38,16 @@ class Attention(Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> Any:
-        q, k, v, out, lse = ctx.saved_tensors
+        saved = ctx.saved_tensors
         if dout is None:
             if dlse is None:
                 return None, None, None, None
-            dout = torch.zeros_like(out)
+            dout = torch.zeros_like(saved[3])
         # Grad mode is on where the backward itself is to be differentiated (create_graph=True).
-        compute = AttentionGradients.apply if _is_grad_enabled() else ctx.compute
-        dq, dk, dv = compute(ctx.options, dout, dlse, q, k, v, out, lse)
+        if _is_grad_enabled():
+            dq, dk, dv = AttentionGradients.apply(ctx.options, dout, dlse, *saved)  # type: ignore[no-untyped-call]
+        else:
+            dq, dk, dv = ctx.compute(ctx.options, dout, dlse, saved)
         needs_dq, needs_dk, needs_dv, _ = ctx.needs_input_grad
         return dq if needs_dq else None, dk if needs_dk else None, dv if needs_dv else None, None
 
@@ -54,8 +56,8 @@ class AttentionGradients(Function):
     """Gradients that have a history, as create_graph=True wants, which ends here."""
 
     @staticmethod
-    def forward(ctx: Any, *args: Any) -> Any:
-        return gradients(*args)
+    def forward(ctx: Any, options: GradientOptions, dout: Tensor, dlse: Tensor | None, *saved: Any) -> Any:
+        return gradients(options, dout, dlse, saved)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> NoReturn:

@@ -29,27 +29,21 @@ from .request import Request, backward_request, read_request, require_no_tangent
 from .traced import has_memory, is_observed
 
 Gradients = tuple[Tensor, Tensor, Tensor]
+# q, k, v, output and LSE of a call, as its backward finds them again.
+Saved = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 _is_compiling = torch.compiler.is_compiling
 _num_dispatch_modes = torch._C._len_torch_dispatch_stack
 
 
-def saved_gradients(
-    options: GradientOptions,
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-) -> Gradients:
+def saved_gradients(options: GradientOptions, dout: Tensor, dlse: Tensor | None, saved: Saved) -> Gradients:
     """:func:`gradients` of a call that copied nothing, from tensors that no hook of the caller's has had in its hands.
 
     The forward has compared its tensors with each other, and autograd dout with out. What is left to look at is what
     decides between plans, and strides, which ``x.data = y`` changes behind autograd's back: 11 things instead of 26,
     which saves 2 us of some 15.
     """
+    q, k, v, out, lse = saved
     try:
         q_ptr, k_ptr, v_ptr, out_ptr = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
         lse_ptr, dout_ptr, dlse_ptr = lse.data_ptr(), dout.data_ptr(), 0 if dlse is None else dlse.data_ptr()
@@ -67,7 +61,7 @@ def saved_gradients(
             dout.stride(),
         )
     except RuntimeError:  # a batch of gradients
-        return gradients(options, dout, dlse, q, k, v, out, lse)
+        return gradients(options, dout, dlse, saved)
     run = SAVED_PLANS.get(key)
     if (
         run is None
@@ -78,25 +72,16 @@ def saved_gradients(
         or _num_dispatch_modes()
         or _is_compiling()
     ):
-        result = gradients(options, dout, dlse, q, k, v, out, lse)
+        result = gradients(options, dout, dlse, saved)
         # There is none where something was copied, or a traced operator ran.
-        run = BACKWARD_PLANS.get(_key(options, q, k, v, out, lse, dout, key[1]))
+        run = BACKWARD_PLANS.get(_key(options, dout, saved, key[1]))
         if run is not None:
             remember(SAVED_PLANS, key, run)
         return result
     return run(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, dout_ptr, dlse_ptr)
 
 
-def gradients(
-    options: GradientOptions,
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-) -> Gradients:
+def gradients(options: GradientOptions, dout: Tensor, dlse: Tensor | None, saved: Saved) -> Gradients:
     """dq, dk and dv of a call of attention: new contiguous tensors, shaped like q, k and v.
 
     A caller's saved-tensor hooks may have put tensors elsewhere, with other strides: everything that decides what is
@@ -106,17 +91,17 @@ def gradients(
         options: Of the call.
         dout: Gradient of the output, shaped like it, any strides.
         dlse: Gradient of the LSE, likewise; None is zero.
-        q, k, v: Inputs of the call, any strides.
-        out, lse: Its results.
+        saved: Inputs and results of the call, any strides.
 
     Raises:
         ArgumentError: A tensor does not fit the others.
         Fa2genError: As for a forward call.
     """
+    q, k, v, out, lse = saved
     try:
         q_ptr, k_ptr, v_ptr, out_ptr = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
         lse_ptr, dout_ptr, dlse_ptr = lse.data_ptr(), dout.data_ptr(), 0 if dlse is None else dlse.data_ptr()
-        run = BACKWARD_PLANS[_key(options, q, k, v, out, lse, dout, (q_ptr | k_ptr | v_ptr | out_ptr | dout_ptr) & 15)]
+        run = BACKWARD_PLANS[_key(options, dout, saved, (q_ptr | k_ptr | v_ptr | out_ptr | dout_ptr) & 15)]
     # A call not seen before, an argument that is no tensor, a tensor without memory.
     except (KeyError, AttributeError, RuntimeError):
         run = None
@@ -130,21 +115,13 @@ def gradients(
         or _num_dispatch_modes()
         or _is_compiling()
     ):
-        return _first_gradients(options, dout, dlse, q, k, v, out, lse)
+        return _first_gradients(options, dout, dlse, saved)
     return run(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, dout_ptr, dlse_ptr)
 
 
-def _key(
-    options: GradientOptions,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    dout: Tensor,
-    misalignment: int,
-) -> tuple[Any, ...]:
+def _key(options: GradientOptions, dout: Tensor, saved: Saved, misalignment: int) -> tuple[Any, ...]:
     """Everything that decides what is launched."""
+    q, k, v, out, lse = saved
     return (
         options,
         misalignment,
@@ -185,19 +162,10 @@ def _is_like(dlse: Tensor, lse: Tensor) -> bool:
     )
 
 
-def _first_gradients(
-    options: GradientOptions,
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-) -> Gradients:
+def _first_gradients(options: GradientOptions, dout: Tensor, dlse: Tensor | None, saved: Saved) -> Gradients:
     """Gradients for which there is no plan, or no plan that may be used."""
-    given = [dout, q, k, v, out, lse, *([] if dlse is None else [dlse])]
-    if _is_compiling() or not has_memory(*given) or is_observed():
+    q, k, v, out, lse = saved
+    if _is_compiling() or not has_memory(dout, dout if dlse is None else dlse, *saved) or is_observed():
         if options.config is not None:
             raise UnsupportedError("backward_config cannot be forced where operators are traced; the tables choose")
         result: Gradients = torch.ops.fa2gen.attention_bwd(
@@ -205,7 +173,7 @@ def _first_gradients(
         )
         return result
     request = read_request(q, k, v, causal=options.causal, softmax_scale=options.softmax_scale, backend=options.backend)
-    _check_tensors(request, q, dout, dlse, out, lse)
+    _check_tensors(request, dout, dlse, saved)
     require_no_tangents({"dout": dout, "q": q, "k": k, "v": v} | ({} if dlse is None else {"dlse": dlse}))
     if request.backend == "reference":
         scale, dtype = request.softmax_scale, q.dtype
@@ -214,11 +182,12 @@ def _first_gradients(
     if request.is_empty:
         dq, dk, dv = (torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
         return dq, dk, dv
-    return _kernel_gradients(request, options, dout, dlse, q, k, v, out, lse)
+    return _kernel_gradients(request, options, dout, dlse, saved)
 
 
-def _check_tensors(request: Request, q: Tensor, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor) -> None:
+def _check_tensors(request: Request, dout: Tensor, dlse: Tensor | None, saved: Saved) -> None:
     """Raise unless gradients and results are those of a call on q."""
+    q, _, _, out, lse = saved
     p = request.problem
     rows = (p.batch, p.num_heads_q, p.seqlen_q)
     expected = {"dout": (dout, q.shape, q.dtype), "out": (out, q.shape, q.dtype), "lse": (lse, rows, torch.float32)}
@@ -236,17 +205,10 @@ def _check_tensors(request: Request, q: Tensor, dout: Tensor, dlse: Tensor | Non
 
 
 def _kernel_gradients(
-    request: Request,
-    options: GradientOptions,
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
+    request: Request, options: GradientOptions, dout: Tensor, dlse: Tensor | None, saved: Saved
 ) -> Gradients:
     """Gradients by kernels, on copies where they need them: s q = (-s)(-q), and head dims padded with zeros."""
+    q, k, v, out, lse = saved
     tensors = {"q": q, "k": k, "v": v, "o": out, "dout": dout}
     negative = request.softmax_scale < 0
     if replaced := {*copy_reasons(tensors), *(["q"] if negative else [])}:
@@ -274,7 +236,7 @@ def _plan(ready: Request, options: GradientOptions, tensors: dict[str, Tensor], 
     """The plan for gradients that need no copy; an old one if there is one."""
     q, k, v, out, dout = tensors.values()
     # Copies and what needs none are aligned.
-    key = _key(options, q, k, v, out, lse, dout, 0)
+    key = _key(options, dout, (q, k, v, out, lse), 0)
     run = BACKWARD_PLANS.get(key)
     if run is None:
         config = cast(BwdConfig, match_config(ready, ready.device.index, options.config).config)

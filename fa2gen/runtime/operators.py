@@ -135,7 +135,7 @@ def attention_bwd(
     """Gradients of q, k and v, from those of the output and (None: zero) of the LSE."""
     options = gradient_options(causal, softmax_scale, deterministic, backend, None)
     with _unobserved():
-        return gradients(options, dout, dlse, q, k, v, out, lse)
+        return gradients(options, dout, dlse, (q, k, v, out, lse))
 
 
 @attention_bwd.register_fake

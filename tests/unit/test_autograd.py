@@ -202,7 +202,7 @@ def test_gradients_on_another_device_are_refused() -> None:
     out, lse = attention(q, k, v, return_lse=True)
     for dout, dlse, name in ((out.to("meta"), lse, "dout"), (out, lse.to("meta"), "dlse")):
         with pytest.raises(ArgumentError, match=f"{name} is on device meta and q on cpu"):
-            gradients(OPTIONS, dout, dlse, q, k, v, out, lse)
+            gradients(OPTIONS, dout, dlse, (q, k, v, out, lse))
 
 
 @pytest.mark.parametrize(
