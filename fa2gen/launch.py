@@ -93,6 +93,7 @@ def fwd_plan(
     heads = problem.batch * problem.num_heads_q // packed
     num_m_blocks = -(-problem.seqlen_q * packed // config.block_m)
     tiles = heads * num_m_blocks
+    _require_grid("fwd", tiles)
     section = max(1, heads_per_section(spec, problem, l2_bytes) // packed)
     # Tile indices inside a section are 32-bit products.
     section = max(1, min(section, _MAX_INT // num_m_blocks))
@@ -156,7 +157,20 @@ def bwd_plan(
         sizes["dk_accum"] = sizes["dv_accum"] = heads_k * padded_k * width * 4
     if spec.deterministic:
         sizes["semaphores"] = _rounded(heads_q * num_m_blocks * config.num_warps * 4, 16)
+    heads = heads_q if config.split_heads else heads_k
     row_blocks = -(-padded_q // PREPROCESS_ROWS)
+    dq_blocks = heads_q * -(-padded_q // POSTPROCESS_ROWS)
+    dk_blocks = heads_k * -(-padded_k // POSTPROCESS_ROWS) if config.split_heads else 0
+    # Before anything is packed: the structs' integers have 32 bits.
+    blocks = {
+        "bwd_preprocess": heads_q * row_blocks,
+        "bwd": heads * num_n_blocks,
+        "bwd_postprocess": dq_blocks + 2 * dk_blocks,
+    }
+    for kernel, count in blocks.items():
+        _require_grid(kernel, count)
+    if heads_q * num_m_blocks > _MAX_INT:
+        raise UnsupportedError(f"batch * num_heads_q * query tiles = {heads_q * num_m_blocks} is above {_MAX_INT}")
     preprocess = BWD_PREPROCESS_PARAMS.pack(
         **_named_strides(strides, "o", "dout"),
         dq_accum_bytes=sizes["dq_accum"],
@@ -167,7 +181,6 @@ def bwd_plan(
         padded_seqlen_q=padded_q,
         num_row_blocks=row_blocks,
     )
-    heads = heads_q if config.split_heads else heads_k
     section = max(1, min(heads, _backward_section(spec, config, problem, l2_bytes), _MAX_INT // num_n_blocks))
     row_bytes = {tensor: strides[tensor][1] * 2 for tensor in ("q", "dout")}
     main = BWD_PARAMS.pack(
@@ -184,8 +197,6 @@ def bwd_plan(
         softmax_scale=softmax_scale,
         scale_log2=_scale_log2(softmax_scale),
     )
-    dq_blocks = heads_q * -(-padded_q // POSTPROCESS_ROWS)
-    dk_blocks = heads_k * -(-padded_k // POSTPROCESS_ROWS) if config.split_heads else 0
     postprocess = BWD_POSTPROCESS_PARAMS.pack(
         **_named_strides(strides, "dq", "dk", "dv"),
         num_heads=problem.num_heads_q,
@@ -198,13 +209,8 @@ def bwd_plan(
         num_dk_blocks=dk_blocks,
         softmax_scale=softmax_scale,
     )
-    if heads_q * num_m_blocks > _MAX_INT:
-        raise UnsupportedError(f"batch * num_heads_q * query tiles = {heads_q * num_m_blocks} is above {_MAX_INT}")
-    launches = (
-        _launch(spec, config, "bwd_preprocess", heads_q * row_blocks, preprocess),
-        _launch(spec, config, "bwd", heads * num_n_blocks, main),
-        _launch(spec, config, "bwd_postprocess", dq_blocks + 2 * dk_blocks, postprocess),
-    )
+    params = {"bwd_preprocess": preprocess, "bwd": main, "bwd_postprocess": postprocess}
+    launches = tuple(_launch(spec, config, kernel, count, params[kernel]) for kernel, count in blocks.items())
     return LaunchPlan(launches, tuple(Workspace(name, _rounded(size, 256)) for name, size in sizes.items()))
 
 
@@ -213,9 +219,12 @@ def _backward_section(spec: KernelSpec, config: BwdConfig, problem: Problem, l2_
     return l2_bytes // 2 // max(1, problem.seqlen_q * spec.native_head_dim * (2 * 2 + 4))
 
 
-def _launch(spec: KernelSpec, config: Config, kernel: str, blocks: int, params: bytes) -> Launch:
+def _require_grid(kernel: str, blocks: int) -> None:
     if blocks > _MAX_INT:
         raise UnsupportedError(f"{blocks} thread blocks of {kernel} are above the grid's limit {_MAX_INT}")
+
+
+def _launch(spec: KernelSpec, config: Config, kernel: str, blocks: int, params: bytes) -> Launch:
     return Launch(kernel, (blocks, 1, 1), *launch_size(spec, config, kernel), params)
 
 
