@@ -18,7 +18,7 @@ from fa2gen.spec import BwdConfig, KernelSpec
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # Head dim, dtype, mask, query heads per key/value head, deterministic; config, or none for the default one.
 KERNELS = [
-    (64, "bf16", "full", 1, False, "sm80_64x64s64_w4_st2_r1_mb1"),
+    pytest.param((64, "bf16", "full", 1, False, "sm80_64x64s64_w4_st2_r1_mb1"), marks=pytest.mark.slow),
     (64, "bf16", "causal", 3, False, "sm80_64x64s32_w4_st1_r1_mb1_wd2"),
     (64, "fp16", "causal", 2, True, "sm80_32x64s32_w4_st2_r1_mb1_kvr_v4_ds2"),
     (64, "bf16", "causal", 1, False, None),
@@ -26,7 +26,7 @@ KERNELS = [
     (96, "bf16", "causal", 2, False, "sm80_32x32s32_w4_st2_r2_mb1_ds2_sh"),
     (128, "bf16", "causal", 1, True, None),
     (128, "bf16", "full", 4, False, "sm80_32x64s32_w8_st1_r2_mb1_wd2_v4_sh"),
-    (128, "bf16", "full", 1, False, "sm80_64x64s64_w8_st2_r2_mb1_v4_ds2"),
+    pytest.param((128, "bf16", "full", 1, False, "sm80_64x64s64_w8_st2_r2_mb1_v4_ds2"), marks=pytest.mark.slow),
     (192, "fp16", "causal", 1, False, None),
     (256, "bf16", "causal", 2, True, None),
     (256, "bf16", "full", 1, False, "sm80_32x32s32_w4_st2_r1_mb1_wd2"),
@@ -34,7 +34,7 @@ KERNELS = [
     (8, "bf16", "causal", 1, False, None),
     (40, "bf16", "causal", 5, True, None),
     (72, "fp16", "full", 1, False, None),
-    (224, "bf16", "full", 1, False, None),
+    pytest.param((224, "bf16", "full", 1, False, None), marks=pytest.mark.slow),
 ]
 
 
