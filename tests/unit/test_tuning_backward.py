@@ -222,7 +222,7 @@ def test_a_predicted_session_says_which_model(tmp_path):
 
 def test_what_spills_too_much_is_not_timed(tmp_path):
     rooms = FakeRooms(device=DEVICE)
-    rooms.resources = lambda config: ResourceUsage(255, 4096 if config.block_m == 128 else 0, 0, 0, 0, 1)
+    rooms.resources = lambda config: ResourceUsage(128, 4096 if config.block_m == 128 else 0, 0, 0, 0, 1)
     report = run(rooms, tmp_path, trials=8)
     assert {failure.outcome for failure in report.failures} == {"spilled"}
     assert all(config.block_m != 128 for config in rooms.worker.measured)
