@@ -9,7 +9,7 @@ from fa2gen.spec import BwdConfig, Config, KernelSpec
 from . import model_backward, model_forward
 from .prediction import Facts, Prediction
 
-CALIBRATED_ON: dict[str, str | None] = {"fwd": "h200", "bwd": None}
+CALIBRATED_ON = {"fwd": "h200", "bwd": "h200"}
 """The product whose measured times a kind's constants are fitted to and judged by."""
 
 _VERSIONS = {"fwd": model_forward.MODEL_VERSION, "bwd": model_backward.MODEL_VERSION}
@@ -23,8 +23,6 @@ def model_version(kind: str) -> str:
 def validity(gpu: Gpu, kind: str) -> str:
     """What is known of the truth of a kind's model on a chip."""
     chip = CALIBRATED_ON[kind]
-    if chip is None:
-        return "not calibrated: it counts work and takes the chip's rates"
     if gpu.name == chip:
         return "calibrated on this chip"
     return f"calibrated on an {get_gpu(chip).title}; its transfer to the {gpu.title} is unvalidated"
