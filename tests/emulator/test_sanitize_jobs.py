@@ -1,0 +1,114 @@
+"""The jobs that ``tests/gpu/sanitize.py`` hands to a GPU, here: no access leaves an allocation, results are right.
+
+The emulator sees only the parameters and the arrays that a GPU would get.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+
+from fa2gen import driver
+from fa2gen.codegen import PARAMS, kernels_of, render_kernel
+from fa2gen.compile import CompiledKernel, ResourceUsage
+from fa2gen.emulator import Buffer, build, run
+from fa2gen.errors import EmulatorError
+from fa2gen.hardware import get_gpu
+from fa2gen.launch import Launch
+from tests.gpu import sanitize_jobs, sanitize_launch
+from tests.gpu.sanitize_jobs import Case, Prepared
+
+
+class HostMemory:
+    """Stands in for the GPU's memory: an address is a name of an array."""
+
+    def __init__(self) -> None:
+        self.arrays: dict[int, np.ndarray] = {}
+
+    def upload(self, data: bytes) -> int:
+        address = (len(self.arrays) + 1) << 32
+        self.arrays[address] = np.frombuffer(bytearray(data), np.uint8)
+        return address
+
+    def download(self, pointer: int, size: int) -> bytes:
+        base, start = pointer >> 32 << 32, pointer % (1 << 32)
+        return self.arrays[base][start : start + size].tobytes()
+
+    def synchronize(self) -> None:
+        pass
+
+    def free_all(self) -> None:
+        self.arrays.clear()
+
+
+@dataclass
+class EmulatedOnGpu:
+    """Stands in for a loaded kernel."""
+
+    compiled: CompiledKernel
+    memory: HostMemory
+
+    def launch(self, grid: tuple[int, int, int], block: tuple[int, int, int], params: bytes, stream: int) -> None:
+        source = self.compiled.source
+        names = PARAMS[source.kernel].pointers
+        pointers = np.frombuffer(params, np.uint64, len(names)).tolist()
+        buffers = [
+            Buffer(name, self.memory.arrays[pointer >> 32 << 32], index, pointer % (1 << 32))
+            for index, (name, pointer) in enumerate(zip(names, pointers, strict=True))
+            if pointer
+        ]
+        launch = Launch(
+            source.kernel, grid, block[0], source.smem_bytes, bytes(8 * len(names)) + params[8 * len(names) :]
+        )
+        run(build(render_kernel(source.spec, source.config, "host", source.kernel)), launch, buffers)
+
+    def unload(self) -> None:
+        pass
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> HostMemory:
+    memory = HostMemory()
+    monkeypatch.setattr(sanitize_launch, "Memory", lambda: memory)
+    monkeypatch.setattr(driver, "ensure_context", lambda index: None)
+    monkeypatch.setattr(driver, "load", lambda kernel, index: EmulatedOnGpu(kernel, memory))
+    return memory
+
+
+def _jobs(case: Case) -> list[Prepared]:
+    gpu, kernels = get_gpu("h200"), {}
+    for name in kernels_of(case.spec.kind):
+        source = render_kernel(case.spec, case.config, kernel=name)
+        usage = ResourceUsage(1, 0, 0, 0, 0, 0)
+        kernels[name] = CompiledKernel(source, gpu.target, b"", usage, name, False, 0.0, "")
+    return sanitize_jobs.prepared_jobs(case, sanitize_jobs.CASES.index(case), kernels, gpu.l2_bytes)
+
+
+# One of each kind runs by default: the smallest with a pointer that is not aligned, and with all workspaces.
+_FEW = {sanitize_jobs.FORWARD[8], sanitize_jobs.BACKWARD[1], sanitize_jobs.BACKWARD[5]}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=[] if case in _FEW else [pytest.mark.slow]) for case in sanitize_jobs.CASES],
+    ids=lambda case: f"{case.spec.slug()}-{case.config.slug()}",
+)
+def test_jobs_run(case: Case, memory: HostMemory) -> None:
+    prepared = _jobs(case)
+    sanitize_launch.launch_all([item.job for item in prepared])
+    assert sanitize_jobs.wrong_results(prepared, [item.job.results for item in prepared]) == []
+    assert not memory.arrays
+
+
+@pytest.mark.parametrize("name", ["q", "dout", "lse", "dq", "dk", "dq_accum", "delta", "semaphores"])
+def test_arrays_have_no_room_to_spare(name: str, memory: HostMemory) -> None:
+    """Two bytes, or a float, less, and an access leaves the array."""
+    (item,) = _jobs(sanitize_jobs.BACKWARD[1])
+    array = item.job.arrays[name]
+    unit = 2 if item.tensors.get(name, torch.empty(0)).dtype == torch.bfloat16 else 4
+    item.job.arrays[name] = sanitize_launch.Array(array.data[:-unit])
+    with pytest.raises(EmulatorError, match=name):
+        sanitize_launch.launch_all([item.job])
