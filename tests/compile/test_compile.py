@@ -42,7 +42,7 @@ extern "C" __global__ void __launch_bounds__(128) small(const __grid_constant__ 
 
 
 def source_of(text: str = BODY, entry: str = "small") -> KernelSource:
-    return KernelSource(KernelSpec(), FwdConfig(), "cuda", text, text, entry, 128, 512)
+    return KernelSource(KernelSpec(), FwdConfig(), "fwd", "cuda", text, text, entry, 128, 512)
 
 
 def variants(count: int) -> list[KernelSource]:

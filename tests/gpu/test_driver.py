@@ -38,7 +38,7 @@ extern "C" __global__ void __launch_bounds__(128) affine(const __grid_constant__
   if (i < p.n) p.out[i] = *mine;
 }
 """
-SOURCE = KernelSource(KernelSpec(), FwdConfig(), "cuda", TEXT, TEXT, "affine", THREADS, SMEM)
+SOURCE = KernelSource(KernelSpec(), FwdConfig(), "fwd", "cuda", TEXT, TEXT, "affine", THREADS, SMEM)
 
 
 def compiled_here(index: int = 0) -> CompiledKernel:

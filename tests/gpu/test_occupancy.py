@@ -38,7 +38,7 @@ def _kernel_of(live: int, threads: int, smem: int) -> KernelSource:
         'extern "C" __global__ void occupant(const __grid_constant__ Params p) {\n'
         f'{loads}\n  asm volatile("bar.sync 0;" ::: "memory");\n{stores}\n}}\n'
     )
-    return KernelSource(KernelSpec(), FwdConfig(), "cuda", text, text, "occupant", threads, smem)
+    return KernelSource(KernelSpec(), FwdConfig(), "fwd", "cuda", text, text, "occupant", threads, smem)
 
 
 def _kernels() -> list[KernelSource]:

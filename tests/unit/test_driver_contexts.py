@@ -73,7 +73,7 @@ def raised(kind, call):
     try: call()
     except kind as error: return str(error)
     raise AssertionError("did not raise")
-source = KernelSource(KernelSpec(), FwdConfig(), "cuda", "", "", "small", 128, 70000)
+source = KernelSource(KernelSpec(), FwdConfig(), "fwd", "cuda", "", "", "small", 128, 70000)
 def compiled(target="sm_80", cubin=b"\\x7fELF" + bytes(60), source=source):
     return CompiledKernel(source, target, cubin, ResourceUsage(1, 0, 0, 0, 0, 0), "k", False, 0.0, "")
 PARAMS = (0x1234567800).to_bytes(8, "little") + bytes(56)

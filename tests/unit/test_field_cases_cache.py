@@ -38,7 +38,7 @@ from tests.cache_fakes import (
     store_one,
 )
 
-SOURCE = KernelSource(KernelSpec(), FwdConfig(), "cuda", "text", "text", "small", 128, 512)
+SOURCE = KernelSource(KernelSpec(), FwdConfig(), "fwd", "cuda", "text", "text", "small", 128, 512)
 NVCC = Nvcc(Path("/opt/nvcc"), (13, 0, 88), "13.0.88-a")
 
 
