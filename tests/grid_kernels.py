@@ -1,4 +1,7 @@
-"""The kernels of the GPU grid: head dims, dtypes, masks and head ratios; and configs with every tunable's values."""
+"""The kernels of the GPU grid: head dims, dtypes, masks and head ratios; and configs with every tunable's values.
+
+Of the backward, a few that together hold every way of computing it.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,10 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from fa2gen.constraints import infeasible_reason
+from fa2gen.constraints_backward import default_config
 from fa2gen.hardware import Gpu
-from fa2gen.spec import NATIVE_HEAD_DIMS, FwdConfig, KernelSpec
+from fa2gen.spec import NATIVE_HEAD_DIMS, BwdConfig, FwdConfig, KernelSpec
 from fa2gen.tuning.space import GRIDS, legal_space
 
 DTYPES = ("bf16", "fp16")
@@ -20,6 +25,14 @@ SHAPES = ((113, 203), (1025, 1025), (1, 700), (64, 1), (203, 113))
 # Head dims whose configs are forced, and how many configs of each.
 FORCED_HEAD_DIMS = (64, 128, 256)
 FORCED_CONFIGS = 16
+
+# Fast configs of an H200: head dim, mask, config. Each runs in any order of additions and in a fixed one.
+ORDERED = (
+    (64, True, "sm80_64x128s32_w4_st2_r1_mb1_v4"),
+    (128, False, "sm80_64x128s64_w8_st2_r2_mb1_v4_ds2"),
+    (256, True, "sm80_64x64s64_w8_st2_r2_mb1_wd2_v4_ds2"),
+)
+SPLIT_HEADS = (128, True, "sm80_64x128s64_w8_st2_r2_mb1_v4_ds2_sh")
 
 
 @dataclass(frozen=True)
@@ -102,3 +115,31 @@ def is_interacting(pair: tuple[tuple[str, object], ...]) -> bool:
 
 def _weight(pair: tuple[tuple[str, object], ...]) -> int:
     return 100 if len(pair) == 1 else 20 if is_interacting(pair) else 1
+
+
+BackwardKernel = tuple[KernelSpec, BwdConfig]
+
+
+def backward_kernels(gpu: Gpu) -> list[BackwardKernel]:
+    """13 kernels, those of them that are legal on a GPU: every native head dim's default, and fast ones."""
+    kernels = []
+    for number, head_dim in enumerate(NATIVE_HEAD_DIMS):
+        dtype, causal = DTYPES[number // 2 % 2], MASKS[number % 2]
+        spec = KernelSpec("bwd", head_dim, dtype, causal, 1 + number % 3, deterministic=number % 4 == 3)
+        kernels.append((spec, default_config(spec)))
+    for pair in ordered_kernels(gpu):
+        kernels += pair
+    head_dim, causal, slug = SPLIT_HEADS
+    kernels.append((KernelSpec("bwd", head_dim, causal=causal, gqa_ratio=4), BwdConfig.from_slug(slug)))
+    return [(spec, config) for spec, config in kernels if infeasible_reason(spec, config, gpu.arch) is None]
+
+
+def ordered_kernels(gpu: Gpu) -> list[tuple[BackwardKernel, BackwardKernel]]:
+    """Pairs of kernels that differ in nothing but that the second one adds in a fixed order."""
+    pairs = []
+    for head_dim, causal, slug in ORDERED:
+        config = BwdConfig.from_slug(slug)
+        specs = [KernelSpec("bwd", head_dim, causal=causal, deterministic=fixed) for fixed in (False, True)]
+        if all(infeasible_reason(spec, config, gpu.arch) is None for spec in specs):
+            pairs.append(((specs[0], config), (specs[1], config)))
+    return pairs

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fa2gen import driver
-from fa2gen.codegen import KernelSource, render_kernel
+from fa2gen.codegen import KernelSource, kernels_of, render_kernel
 from fa2gen.compile import CompiledKernel, compile_many
 from fa2gen.constraints import default_config
 from fa2gen.errors import CompileError
@@ -22,6 +22,7 @@ CASES = [
     *((8, 128, smem) for smem in (1, 3 * KB, 31 * KB, 32 * KB, 49 * KB, 64 * KB, 75 * KB, 75 * KB + 1)),
     *((100, 256, smem) for smem in (24 * KB, 48 * KB, 81 * KB + 1)),
 ]
+HEAD_DIMS = {"fwd": (64, 128), "bwd": (64, 128, 256)}
 
 
 def _kernel_of(live: int, threads: int, smem: int) -> KernelSource:
@@ -42,15 +43,18 @@ def _kernel_of(live: int, threads: int, smem: int) -> KernelSource:
 
 
 def _kernels() -> list[KernelSource]:
-    """The default and the model's favourites of each native head dim."""
+    """The default and the model's favourites of some head dims, forward and backward; the backward's small kernels."""
     info = driver.device_info(0)
     gpu = match_device(info.name, info.compute_capability, info.num_sms, info.l2_bytes)
     sources = []
-    for head_dim in (64, 128):
-        spec = KernelSpec(head_dim=head_dim, causal=True)
-        problem = Problem(4, 4096, 4096, 2048 // head_dim, 2048 // head_dim)
-        configs = dict.fromkeys([default_config(spec), *shortlist(spec, [problem], gpu, 8)])
-        sources += [render_kernel(spec, config) for config in configs]
+    for kind, head_dims in HEAD_DIMS.items():
+        for head_dim in head_dims:
+            spec = KernelSpec(kind, head_dim, causal=True)
+            problem = Problem(4, 4096, 4096, 2048 // head_dim, 2048 // head_dim)
+            configs = dict.fromkeys([default_config(spec), *shortlist(spec, [problem], gpu, 8)])
+            sources += [render_kernel(spec, config) for config in configs]
+            others = [name for name in kernels_of(kind) if name != kind]
+            sources += [render_kernel(spec, default_config(spec), kernel=name) for name in others]
     return sources
 
 
@@ -77,7 +81,10 @@ def test_occupancy_agrees_with_the_driver(compiled: list[CompiledKernel]) -> Non
             loaded.unload()
         limiters.update(ours.limiters)
         if theirs != ours.blocks_per_sm:
-            wrong.append((source.num_threads, resources.registers, source.smem_bytes, ours, theirs))
+            wrong.append((source.entry, source.num_threads, resources.registers, source.smem_bytes, ours, theirs))
     assert not wrong
-    assert len(compiled) >= 45
+    kernels = [kernel.source.kernel for kernel in compiled if kernel.source.entry != "occupant"]
+    assert len(compiled) - len(kernels) >= 30
+    assert min(kernels.count(kind) for kind in HEAD_DIMS) >= 16
+    assert {*kernels} == {name for kind in HEAD_DIMS for name in kernels_of(kind)}
     assert limiters == {"registers", "shared memory", "warps", "blocks"}

@@ -14,12 +14,15 @@ from tests.grid_kernels import (
     DTYPES,
     FORCED_HEAD_DIMS,
     MASKS,
+    ORDERED,
     OTHER_HEAD_DIMS,
     RATIOS,
+    backward_kernels,
     covering_configs,
     forced_kernels,
     grid_cells,
     is_interacting,
+    ordered_kernels,
     value_pairs,
 )
 
@@ -55,3 +58,27 @@ def test_forced_kernels_are_legal_and_varied() -> None:
         assert {spec.alignment for spec in specs} == {2, 16}
         assert {(spec.dtype, spec.causal) for spec in specs} == set(itertools.product(DTYPES, MASKS))
         assert len({spec.gqa_ratio for spec in specs}) >= 3
+
+
+def test_backward_kernels_hold_every_way_of_computing_it() -> None:
+    gpu = get_gpu("h200")
+    kernels = backward_kernels(gpu)
+    assert len(kernels) == len(set(kernels)) == 13
+    assert len(ordered_kernels(gpu)) == len(ORDERED)
+    assert {spec.head_dim for spec, _ in kernels} == {*NATIVE_HEAD_DIMS}
+    assert {(spec.dtype, spec.causal) for spec, _ in kernels} == set(itertools.product(DTYPES, MASKS))
+    assert {spec.gqa_ratio for spec, _ in kernels} == {1, 2, 3, 4}
+    for name, values in {
+        "roles": {1, 2},
+        "warps_d": {1, 2},
+        "num_stages": {1, 2},
+        "ds_stages": {1, 2},
+        "reduction": {"scalar", "vector"},
+        "split_heads": {False, True},
+    }.items():
+        assert {getattr(config, name) for _, config in kernels} == values
+    # A chip without the vector reduction has the defaults, whose order may be fixed too.
+    for name in ("a100", "l40s"):
+        few = backward_kernels(get_gpu(name))
+        assert len(few) == len(NATIVE_HEAD_DIMS)
+        assert {spec.deterministic for spec, _ in few} == {False, True}
