@@ -30,6 +30,7 @@ ELSEWHERE = {
     "pip install '.[gpu]'": "builds PyCUDA, which needs an installed CUDA toolkit",
     "fa2gen tune --headdim 128": "measures, which needs a GPU",
     "fa2gen bench --headdim 128 --out rows.json --plot chart.png": "measures, which needs a GPU",
+    "fa2gen bench --pass bwd --peer fa2 --peer deterministic": "measures, which needs a GPU",
 }
 
 
