@@ -55,7 +55,7 @@ def _after(old: str, new: str, expected: set[str], spec: KernelSpec = CAUSAL, co
 
 
 TILE_IS_VISIBLE = "sync_threads();  // the tile is visible to every warp"
-LAST_DQ = "  add_dq(before, warp, p);\n  sync_threads();\n"
+LAST_DQ = "  add_dq(dq, warp, p);\n  sync_threads();\n"
 WAIT = "if (threadIdx.x % 32 == 0) wait_until_equal("
 RELEASE = "if (threadIdx.x % 32 == 0) release_add("
 
@@ -165,7 +165,7 @@ MUTATIONS: dict[str, Mutation] = {
         "const u32 ds_stage = i % 2;", "const u32 ds_stage = 0;", {NUMBERS, *RACES}, config=ROLES_AHEAD
     ),
     "roles: dQ of the last tile is dropped": Mutation(LAST_DQ, "  sync_threads();\n", {NUMBERS}, config=ROLES_AHEAD),
-    "roles: K's place is taken too early": Mutation(LAST_DQ, "  add_dq(before, warp, p);\n", RACES, config=ROLES_AHEAD),
+    "roles: K's place is taken too early": Mutation(LAST_DQ, "  add_dq(dq, warp, p);\n", RACES, config=ROLES_AHEAD),
     "shared keys: P is read before it is whole": Mutation(
         "bar_sync(pair_barrier(warp.place), 64);", "", RACES, config=SHARED
     ),
