@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,9 +21,12 @@ class FakeKernel:
         self.spec, self.config, self.name, self.device = spec, config, name, device
         self.launches: list[tuple[Any, ...]] = []
 
-    def launch(self, grid: Any, block: Any, params: bytes, stream: int) -> None:
-        self.launches.append((grid, block, params, stream))
-        self.device.order.append((self.name, params))
+    def launcher(self, grid: Any, block: Any) -> Callable[[bytes, int], None]:
+        def launch(params: bytes, stream: int) -> None:
+            self.launches.append((grid, block, params, stream))
+            self.device.order.append((self.name, params))
+
+        return launch
 
 
 class FakeDevice:

@@ -7,7 +7,7 @@ import contextlib
 import ctypes
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from ..compile import CompiledKernel
@@ -29,8 +29,10 @@ from .libcuda import (
 
 _Bytes, _Handle, _byref = ctypes.c_char_p, ctypes.c_void_p, ctypes.byref
 
-#: Raw handles of the legacy default stream: the null stream, and cudaStreamLegacy.
-_LEGACY_STREAMS = (0, 1)
+#: Raw handles below it are the legacy default stream's: the null stream's 0, and cudaStreamLegacy.
+_FIRST_OTHER_STREAM = 2
+
+_Dim3 = tuple[int, int, int]
 
 
 def load(compiled: CompiledKernel, device_index: int = 0) -> LoadedKernel:
@@ -120,7 +122,7 @@ class LoadedKernel:
         self._pycuda_error = _pycuda_error()
         _loaded.add(self)
 
-    def launch(self, grid: tuple[int, int, int], block: tuple[int, int, int], params: bytes, stream: int = 0) -> None:
+    def launch(self, grid: _Dim3, block: _Dim3, params: bytes, stream: int = 0) -> None:
         """Launches; returns without waiting for the kernel.
 
         Args:
@@ -134,46 +136,56 @@ class LoadedKernel:
             LaunchError: The driver refused. Errors of a kernel that runs show at a later call; the message then says
                 that the process cannot go on.
         """
-        if self._check_context and current_context() != self._context:
-            with active_context(self._context):
-                error = self._try_launch(grid, block, params, stream)
-        else:
-            error = self._try_launch(grid, block, params, stream)
-            if error is not None:
-                error = self._launch_in_own_context(error, grid, block, params, stream)
-        if error is not None:
-            raise LaunchError(self._failure(error, grid, block, stream))
+        self.launcher(grid, block)(params, stream)
 
-    def _launch_in_own_context(
-        self, error: str, grid: tuple[int, int, int], block: tuple[int, int, int], params: bytes, stream: int
-    ) -> str | None:
+    def launcher(self, grid: _Dim3, block: _Dim3) -> Callable[[bytes, int], None]:
+        """:meth:`launch` with this grid and block, for calls that repeat: a function of ``params`` and ``stream``.
+
+        On the default stream a call of it takes 0.44 µs. PyCUDA itself takes 0.36 of these, and 0.53 where it is given
+        the sizes of 1 too.
+        """
+        short_grid, short_block = _without_ones(grid), _without_ones(block)
+        function, smem, pycuda_error = self._function, self._smem, self._pycuda_error
+
+        # What unload() replaces is looked up at every call.
+        def launch(params: bytes, stream: int) -> None:
+            if stream < _FIRST_OTHER_STREAM:
+                try:
+                    self._pycuda_launch(short_grid, short_block, params, smem, None)
+                    return
+                except pycuda_error as refused:
+                    error = str(refused)
+            else:
+                # kernelParams is an array of one pointer, to the bytes of the one parameter struct.
+                pointers = _byref(_Bytes(params))
+                status = self._cu_launch(function, *grid, *block, smem, _Handle(stream), pointers, None)
+                if not status:
+                    return
+                error = error_text(status)
+            self._launch_again(error, grid, block, params, stream)
+
+        def launch_there(params: bytes, stream: int) -> None:
+            if current_context() == self._context:
+                launch(params, stream)
+            else:
+                with active_context(self._context):
+                    launch(params, stream)
+
+        return launch_there if self._check_context else launch
+
+    def _launch_again(self, error: str, grid: _Dim3, block: _Dim3, params: bytes, stream: int) -> None:
         """Second attempt, in case another context is to blame. Looking first would cost every launch 0.5 µs."""
         current = current_context()
-        if current == self._context:
-            return error
-        if not current:
-            # A new thread. It keeps the context, as after any call of torch or of the CUDA runtime on the only device.
-            libcuda().cuCtxSetCurrent(self._context)
-            return self._try_launch(grid, block, params, stream)
-        with active_context(self._context):
-            return self._try_launch(grid, block, params, stream)
+        if current and current != self._context:
+            with active_context(self._context):
+                self.launch(grid, block, params, stream)
+            return
+        # A new thread. It keeps the context, as after any call of torch or of the CUDA runtime on the only device.
+        if current or libcuda().cuCtxSetCurrent(self._context):
+            raise LaunchError(self._failure(error, grid, block, stream))
+        self.launch(grid, block, params, stream)
 
-    def _try_launch(
-        self, grid: tuple[int, int, int], block: tuple[int, int, int], params: bytes, stream: int
-    ) -> str | None:
-        """Launches; returns what the driver says, None if it accepts."""
-        if stream in _LEGACY_STREAMS:
-            try:
-                self._pycuda_launch(grid, block, params, self._smem, None)
-            except self._pycuda_error as error:
-                return str(error)
-            return None
-        # kernelParams is an array of one pointer, to the bytes of the one parameter struct.
-        parameters = _byref(_Bytes(params))
-        status = self._cu_launch(self._function, *grid, *block, self._smem, _Handle(stream), parameters, None)
-        return error_text(status) if status else None
-
-    def _failure(self, error: str, grid: tuple[int, int, int], block: tuple[int, int, int], stream: int) -> str:
+    def _failure(self, error: str, grid: _Dim3, block: _Dim3, stream: int) -> str:
         launched = f"kernel {self.compiled.source.entry} on device {self.device_index}"
         if is_sticky(error):
             return (
@@ -222,6 +234,11 @@ def _drop_all_of_pycuda() -> None:
         # A context that a failed kernel has ruined refuses this too; the end of the process frees everything anyway.
         with contextlib.suppress(Exception):
             kernel._drop_pycuda()
+
+
+def _without_ones(sizes: _Dim3) -> tuple[int, ...]:
+    """What PyCUDA takes for these: it reads each number given to it and completes them with ones."""
+    return sizes[:1] if sizes[1:] == (1, 1) else sizes
 
 
 def _refuse_launch(*_: object) -> None:

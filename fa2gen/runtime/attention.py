@@ -116,5 +116,5 @@ def attention(
     ):
         return first_call(q, k, v, causal, softmax_scale, return_lse, deterministic, backend, config, backward_config)
     if _is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return record(q, k, v, plan.differentiable)  # type: ignore[no-any-return]
+        return record(q, k, v, plan.differentiable, plan.record(q_ptr, k_ptr, v_ptr))  # type: ignore[no-any-return]
     return plan.run(q_ptr, k_ptr, v_ptr)  # type: ignore[no-any-return]

@@ -20,7 +20,6 @@ from .plan import (
     PLANS,
     Differentiable,
     ForwardPlan,
-    GradientOptions,
     build_plans,
     gradient_options,
     match_config,
@@ -51,11 +50,13 @@ class Options(NamedTuple):
     config: FwdConfig | None
     backward_config: BwdConfig | None
 
-    def of_gradients(self) -> tuple[GradientOptions, GradientOptions]:
-        """Options of the gradients, where torch asks for no deterministic algorithms and where it does."""
-        causal, scale, _, wanted, backend, _, config = self
+    def differentiable(self) -> tuple[Differentiable, Differentiable]:
+        """The call to be recorded, where torch asks for no deterministic algorithms and where it does."""
+        causal, scale, return_lse, wanted, backend, _, config = self
         fast, strict = (
-            gradient_options(causal, scale, asked if wanted is None else wanted, backend, config)
+            Differentiable(
+                gradient_options(causal, scale, asked if wanted is None else wanted, backend, config), return_lse
+            )
             for asked in (False, True)
         )
         return fast, strict
@@ -85,10 +86,10 @@ def first_call(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> Result:
         if options.backward_config is not None and not request.is_empty:
             _require_feasible_gradients(request, options)
 
-        def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-            return _serve(request, options, q, k, v, with_lse=True)  # type: ignore[return-value]
-
-        return record(q, k, v, Differentiable(forward, options.of_gradients(), options.return_lse, copies=True))  # type: ignore[no-any-return]
+        # Addresses that no tensor has: what a call without a plan saved is looked at as a whole.
+        with torch.no_grad():
+            results = (*_serve(request, options, q, k, v, with_lse=True), (0, 0, 0, 0, 0))
+        return record(q, k, v, options.differentiable(), results)  # type: ignore[no-any-return]
     return _serve(request, options, q, k, v, with_lse=options.return_lse)
 
 
@@ -144,17 +145,13 @@ def _serve(request: Request, options: Options, q: Tensor, k: Tensor, v: Tensor, 
 
 def _plan(request: Request, options: Options) -> ForwardPlan:
     config = cast(FwdConfig, match_config(request, request.device.index, options.config).config)
-    run, run_with_lse = build_plans(request, config)
-
-    def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return run_with_lse(q.data_ptr(), k.data_ptr(), v.data_ptr())  # type: ignore[no-any-return]
-
-    recorded = Differentiable(forward, options.of_gradients(), options.return_lse, copies=False)
-    return ForwardPlan(run_with_lse if options.return_lse else run, recorded)
+    run, run_with_lse, record = build_plans(request, config)
+    return ForwardPlan(run_with_lse if options.return_lse else run, record, options.differentiable())
 
 
 def _launched(plan: ForwardPlan, q: Tensor, k: Tensor, v: Tensor, with_lse: bool) -> Result:
-    return plan.differentiable.forward(q, k, v) if with_lse else plan.run(q.data_ptr(), k.data_ptr(), v.data_ptr())
+    addresses = q.data_ptr(), k.data_ptr(), v.data_ptr()
+    return plan.record(*addresses)[:2] if with_lse else plan.run(*addresses)
 
 
 def _on_copies(request: Request, options: Options, q: Tensor, k: Tensor, v: Tensor, with_lse: bool) -> Result:

@@ -30,6 +30,10 @@ from .request import Request
 
 # (addresses of q, k, v) -> output, or (output, LSE).
 Plan = Callable[[int, int, int], Any]
+# Addresses of q, k, v, output and LSE.
+Addresses = tuple[int, int, int, int, int]
+# (addresses of q, k, v) -> (output, LSE, addresses).
+RecordedPlan = Callable[[int, int, int], tuple[Tensor, Tensor, Addresses]]
 # Addresses of q, k, v, o, lse, do and dlse (0: it is zero) -> dq, dk, dv.
 BackwardPlan = Callable[[int, int, int, int, int, int, int], tuple[Tensor, Tensor, Tensor]]
 
@@ -51,38 +55,47 @@ class GradientOptions:
     config: BwdConfig | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False, slots=True)
 class Differentiable:
-    """A call that autograd records.
+    """A call that autograd records. Calls with one key of ``PLANS`` have one of these, hashed by its address.
 
     Attributes:
-        forward: Output and LSE of q, k and v.
-        options: Of the gradients, where torch asks for no deterministic algorithms and where it does.
-        return_lse: Both are returned, not the output alone.
-        copies: The forward runs on copies, or is not known to run without.
+        options: Of its gradients.
+        return_lse: The LSE is returned too.
     """
 
-    forward: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-    options: tuple[GradientOptions, GradientOptions]
+    options: GradientOptions
     return_lse: bool
-    copies: bool
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardPlan:
-    """How calls with one key are served: ``run`` launches, and returns what the caller asked for."""
+    """How calls with one key are served.
+
+    Attributes:
+        run: Launches, and returns what the caller asked for.
+        record: Launches, and returns what autograd is to keep.
+        differentiable: The call, where torch asks for no deterministic algorithms and where it does.
+    """
 
     run: Plan
-    differentiable: Differentiable
+    record: RecordedPlan
+    differentiable: tuple[Differentiable, Differentiable]
 
 
 # Calls seen before, by everything that decides what is launched. Lengths vary freely in serving, so each is emptied at
 # a cap: refilling an entry takes tens of microseconds.
 PLANS: dict[tuple[Any, ...], ForwardPlan] = {}
 BACKWARD_PLANS: dict[tuple[Any, ...], BackwardPlan] = {}
-# The same plans by less, where the rest is known.
+# The same plans by the call and strides, where nothing else can have changed.
 SAVED_PLANS: dict[tuple[Any, ...], BackwardPlan] = {}
 MAX_PLANS = 4096
+
+
+def pointer_packer(count: int) -> Callable[..., bytes]:
+    """A function that packs ``count`` addresses; the native format takes 60 % of the time of 8-byte integers."""
+    return struct.Struct(f"{count}P").pack
+
 
 _gpus: dict[int, Gpu] = {}
 # GPUs whose stale tables a warning has named.
@@ -92,7 +105,7 @@ _matches: dict[tuple[KernelSpec, Bucket, int], Match] = {}
 _kernels: dict[tuple[KernelSpec, Config, int, str], LoadedKernel] = {}
 _build_lock = threading.RLock()
 
-_pack_pointers = struct.Struct(f"<{len(POINTERS)}Q").pack
+_pack_pointers = pointer_packer(len(POINTERS))
 _POINTER_BYTES = 8 * len(POINTERS)
 
 
@@ -266,8 +279,8 @@ def build_plan(request: Request, config: FwdConfig, *, return_lse: bool, repairs
     return build_plans(request, config, repairs)[return_lse]
 
 
-def build_plans(request: Request, config: FwdConfig, repairs: Tensor | None = None) -> tuple[Plan, Plan]:
-    """:func:`build_plan` without and with the LSE."""
+def build_plans(request: Request, config: FwdConfig, repairs: Tensor | None = None) -> tuple[Plan, Plan, RecordedPlan]:
+    """:func:`build_plan` without and with the LSE, and what autograd records."""
     index, p, head_dim = request.device.index, request.problem, request.spec.head_dim
     out_strides = (p.seqlen_q * p.num_heads_q * head_dim, p.num_heads_q * head_dim, head_dim, 1)
     kernel = loaded_kernel(request.spec, config, index)
@@ -281,7 +294,7 @@ def build_plans(request: Request, config: FwdConfig, repairs: Tensor | None = No
     ).launches
     # Locals of a closure: the warm path looks nothing up in objects or modules. The launch itself sees to threads that
     # have no context yet and to devices that are not the current one.
-    run_kernel, grid, block = kernel.launch, launch.grid, (launch.num_threads, 1, 1)
+    launch_kernel = kernel.launcher(launch.grid, (launch.num_threads, 1, 1))
     tail = launch.params[_POINTER_BYTES:]
     dtype = _torch_dtype(request.spec)
     out_shape, lse_shape = (p.batch, p.seqlen_q, p.num_heads_q, head_dim), (p.batch, p.num_heads_q, p.seqlen_q)
@@ -297,17 +310,21 @@ def build_plans(request: Request, config: FwdConfig, repairs: Tensor | None = No
     # The parameter bytes are new for every call, so threads may share a plan; one concatenation costs 0.1 us.
     def run(q_ptr: int, k_ptr: int, v_ptr: int) -> Tensor:
         out = empty(out_shape, out_strides, dtype)
-        run_kernel(grid, block, pack(q_ptr, k_ptr, v_ptr, out.data_ptr(), 0, repairs_ptr) + tail, raw_stream(index))
+        launch_kernel(pack(q_ptr, k_ptr, v_ptr, out.data_ptr(), 0, repairs_ptr) + tail, raw_stream(index))
         return out
 
-    def run_with_lse(q_ptr: int, k_ptr: int, v_ptr: int) -> tuple[Tensor, Tensor]:
+    def record(q_ptr: int, k_ptr: int, v_ptr: int) -> tuple[Tensor, Tensor, Addresses]:
         out = empty(out_shape, out_strides, dtype)
         lse = empty(lse_shape, lse_strides, float32)
-        pointers = pack(q_ptr, k_ptr, v_ptr, out.data_ptr(), lse.data_ptr(), repairs_ptr)
-        run_kernel(grid, block, pointers + tail, raw_stream(index))
+        out_ptr, lse_ptr = out.data_ptr(), lse.data_ptr()
+        launch_kernel(pack(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, repairs_ptr) + tail, raw_stream(index))
+        return out, lse, (q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr)
+
+    def run_with_lse(q_ptr: int, k_ptr: int, v_ptr: int) -> tuple[Tensor, Tensor]:
+        out, lse, _ = record(q_ptr, k_ptr, v_ptr)
         return out, lse
 
-    return run, run_with_lse
+    return run, run_with_lse, record
 
 
 def _torch_dtype(spec: KernelSpec) -> torch.dtype:

@@ -39,7 +39,7 @@ def fake_driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source.write_text(bodies + "".join(f"int {name}(void) {{ return 0; }}\n" for name in missing))
     command = ["gcc", "-shared", "-fPIC", "-O1", "-Wl,-soname,libcuda.so.1", str(source), "-o"]
     subprocess.run([*command, str(folder / "libcuda.so.1")], check=True, timeout=60)
-    done = run_child(folder, "pass")
+    done = child(folder, "import pycuda.driver")
     if done.returncode != 0:
         pytest.skip(f"PyCUDA does not import: {done.stderr.strip().splitlines()[-1]}")
     return folder
@@ -82,9 +82,9 @@ assert fake.fake_depth() == 0
 """
 
 
-def run_child(folder: Path, code: str) -> subprocess.CompletedProcess[str]:
+def child(folder: Path, code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", PRELUDE + code, str(HERE.parents[1])],
+        [sys.executable, "-c", code, str(HERE.parents[1])],
         env={**os.environ, "LD_LIBRARY_PATH": f"{folder}:{os.environ.get('LD_LIBRARY_PATH', '')}"},
         capture_output=True,
         text=True,
@@ -94,7 +94,7 @@ def run_child(folder: Path, code: str) -> subprocess.CompletedProcess[str]:
 
 
 def check_child(folder: Path, code: str) -> None:
-    done = run_child(folder, code)
+    done = child(folder, PRELUDE + code)
     # PyCUDA aborts at exit when a context was left on its stack, and warns when cleaning up fails.
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""

@@ -62,8 +62,8 @@ class FakeKernel:
     def __init__(self, source: KernelSource) -> None:
         self.identity = source.spec, source.config
 
-    def launch(self, grid: Any, block: Any, params: bytes, stream: int) -> None:
-        self.launched.append(self.identity)
+    def launcher(self, grid: Any, block: Any) -> Callable[[bytes, int], None]:
+        return lambda params, stream: self.launched.append(self.identity)
 
 
 @pytest.fixture
