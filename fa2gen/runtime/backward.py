@@ -74,7 +74,6 @@ def saved_gradients(
         or not (dlse is None or (dlse_ptr and _is_like(dlse, lse)))
         or forward_ad._current_level >= 0
         or _num_dispatch_modes()
-        or _is_compiling()
     ):
         result = gradients(call.options, dout, dlse, saved)
         # There is none where something was copied, or a traced operator ran.

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fa2gen.codegen import PARAMS
+from fa2gen.driver import row_launcher
 from fa2gen.launch import LaunchPlan, bwd_plan
 from fa2gen.spec import BwdConfig
 
@@ -51,14 +52,13 @@ def build_backward_plan(request: Request, config: BwdConfig, *, poisoned: bool =
     dk_accum_at, dv_accum_at, semaphores_at = (offsets.get(name, 0) for name in ("dk_accum", "dv_accum", "semaphores"))
     has_accum, has_semaphores = "dk_accum" in offsets, "semaphores" in offsets
     # Locals of a closure, as in the forward's plan.
-    (preprocess, preprocess_tail), (main, main_tail), (postprocess, postprocess_tail) = (
-        (
-            kernels[launch.kernel].launcher(launch.grid, (launch.num_threads, 1, 1)),
-            launch.params[8 * len(PARAMS[launch.kernel].pointers) :],
-        )
-        for launch in launch_plan.launches
+    launch = row_launcher(
+        *((kernels[step.kernel], step.grid, (step.num_threads, 1, 1)) for step in launch_plan.launches)
     )
     pack_preprocess, pack_main, pack_postprocess = (_PACKERS[name] for name in names)
+    preprocess_tail, main_tail, postprocess_tail = (
+        step.params[8 * len(PARAMS[step.kernel].pointers) :] for step in launch_plan.launches
+    )
     dtype, uint8, size, stride = plan._torch_dtype(request.spec), torch.uint8, (ends[-1],), (1,)
     empty, raw_stream = plan._empty_function(request.device), plan._raw_stream_function()
     empty = _poisoned(empty) if poisoned else empty
@@ -75,17 +75,13 @@ def build_backward_plan(request: Request, config: BwdConfig, *, poisoned: bool =
         dk_accum, dv_accum = (start + dk_accum_at, start + dv_accum_at) if has_accum else (0, 0)
         semaphores = start + semaphores_at if has_semaphores else 0
         dq, dk, dv = dq_tensor.data_ptr(), dk_tensor.data_ptr(), dv_tensor.data_ptr()
-        stream = raw_stream(index)
-        preprocess(
+        launch(
             pack_preprocess(out, dout, lse, dlse, lse_log2, delta, dq_accum, dk_accum, dv_accum, semaphores)
             + preprocess_tail,
-            stream,
-        )
-        main(
             pack_main(q, k, v, dout, dk, dv, lse_log2, delta, dq_accum, dk_accum, dv_accum, semaphores) + main_tail,
-            stream,
+            pack_postprocess(dq_accum, dk_accum, dv_accum, dq, dk, dv) + postprocess_tail,
+            raw_stream(index),
         )
-        postprocess(pack_postprocess(dq_accum, dk_accum, dv_accum, dq, dk, dv) + postprocess_tail, stream)
         return dq_tensor, dk_tensor, dv_tensor
 
     return run

@@ -19,7 +19,9 @@ static struct module modules[256];
 static int module_count;
 
 // What the test reads and sets.
-int fake_launches, fake_unloads, fake_fail_next, fake_dead;
+int fake_launches, fake_unloads, fake_fail_next, fake_dead, fake_dead_after;  // after so many launches, if not 0
+void* fake_functions[64];
+unsigned char fake_first_bytes[64];
 void *fake_context, *fake_stream;
 unsigned fake_grid[3], fake_block[3], fake_smem;
 uint64_t fake_first_parameter;
@@ -81,7 +83,12 @@ int cuLaunchKernel(void* function, unsigned gx, unsigned gy, unsigned gz, unsign
     int status = fake_fail_next;
     return fake_fail_next = 0, status;
   }
+  if (fake_launches < 64) {
+    fake_functions[fake_launches] = function;
+    fake_first_bytes[fake_launches] = *(unsigned char*)(parameters ? parameters[0] : extra[1]);
+  }
   fake_launches++;
+  if (fake_launches == fake_dead_after) fake_dead = 1;
   fake_context = stack[depth - 1], fake_stream = stream, fake_smem = smem;
   fake_grid[0] = gx, fake_grid[1] = gy, fake_grid[2] = gz;
   fake_block[0] = bx, fake_block[1] = by, fake_block[2] = bz;

@@ -221,6 +221,62 @@ assert (real(), fake.fake_depth()) == (foreign, 1)
     )
 
 
+ROW = """
+kernels = [driver.load(compiled(), 0) for _ in range(3)]
+row = driver.row_launcher(*((kernel, (1 + i, 1, 1), (32 * (1 + i), 1, 1)) for i, kernel in enumerate(kernels)))
+launch = lambda stream=0: row(*(bytes([i]) + PARAMS[1:] for i in range(3)), stream)
+functions = (ctypes.c_void_p * 64).in_dll(fake, "fake_functions")
+first_bytes = (ctypes.c_ubyte * 64).in_dll(fake, "fake_first_bytes")
+def launched():
+    n = number("fake_launches").value
+    return [(functions[i], first_bytes[i]) for i in range(n)]
+"""
+
+
+@pytest.mark.parametrize("stream", [0, 1, 2, 0x7FFF12345678])
+@pytest.mark.parametrize("devices", [1, 2])
+def test_three_launches_in_a_row(fake_driver: Path, stream: int, devices: int) -> None:
+    """In order, each once, in a thread with a context, in one without, and where another device is current."""
+    check_child(
+        fake_driver,
+        f"""
+from fa2gen.driver import kernel as kernel_module
+kernel_module.device_count = lambda: {devices}
+{ROW}
+one = launch({stream}) or launched()
+assert len({{function for function, _ in one}}) == 3 and [byte for _, byte in one] == [0, 1, 2], one
+assert (triple("fake_grid"), triple("fake_block")) == ((3, 1, 1), (96, 1, 1))
+assert pointer("fake_stream") == ({stream} if {stream} > 1 else 0)
+in_thread(lambda: launch({stream}))
+libcuda.libcuda().cuCtxSetCurrent(libcuda.primary_context(1))
+launch({stream})
+assert launched() == 3 * one
+assert libcuda.current_context() == libcuda.primary_context(1)
+""",
+    )
+
+
+@pytest.mark.parametrize("stream", [0, 0x5000])
+def test_a_row_stops_where_a_launch_is_refused(fake_driver: Path, stream: int) -> None:
+    check_child(
+        fake_driver,
+        f"""
+from fa2gen.driver import kernel as kernel_module
+kernel_module.device_count = lambda: 1
+{ROW}
+libcuda.libcuda().cuCtxSetCurrent(libcuda.primary_context(0))
+number("fake_dead_after").value = 1
+text = raised(LaunchError, lambda: launch({stream}))
+assert "kernel small on device 0" in text and "start it again" in text, text
+assert [byte for _, byte in launched()] == [0]
+number("fake_dead").value = 0
+kernels[1].unload()
+assert "unloaded" in raised(LaunchError, lambda: launch({stream}))
+assert [byte for _, byte in launched()] == [0, 0]
+""",
+    )
+
+
 def test_errors_name_the_kernel(fake_driver: Path) -> None:
     check_child(
         fake_driver,
