@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import operator
 from typing import Any, cast
 
 import torch
@@ -19,10 +17,7 @@ from .copies import copied, copy_reasons
 from .emulated import emulated_gradients
 from .plan import (
     BACKWARD_PLANS,
-    SAVED_PLANS,
-    Addresses,
     BackwardPlan,
-    Differentiable,
     GradientOptions,
     gradient_options,
     match_config,
@@ -38,51 +33,6 @@ Saved = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 _is_compiling = torch.compiler.is_compiling
 _num_dispatch_modes = torch._C._len_torch_dispatch_stack
-
-
-def saved_gradients(
-    call: Differentiable, addresses: Addresses, dout: Tensor, dlse: Tensor | None, saved: Saved
-) -> Gradients:
-    """:func:`gradients` of a call that copied nothing, from tensors that no hook of the caller's has had in its hands.
-
-    Everything that decides between plans belongs to the call, but the gradient's layout, and what ``x.data = y``
-    changes behind autograd's back. That puts x elsewhere; where it happens to come back to the same address, other
-    strides may be left. So 11 things are looked at instead of 33, which saves 4 of 9 us.
-
-    Args:
-        call: What was recorded.
-        addresses: Of q, k, v, output and LSE as recorded.
-        dout, dlse, saved: As for :func:`gradients`.
-    """
-    q, k, v, out, lse = saved
-    try:
-        found = (q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr())
-        dout_ptr, dlse_ptr = dout.data_ptr(), 0 if dlse is None else dlse.data_ptr()
-    except RuntimeError:  # a batch of gradients
-        return gradients(call.options, dout, dlse, saved)
-    if q.is_contiguous() and k.is_contiguous() and v.is_contiguous() and dout.is_contiguous():
-        key: Any = call
-    else:
-        key = (call, q.stride(), k.stride(), v.stride(), dout.stride())
-    run = SAVED_PLANS.get(key)
-    if (
-        run is None
-        or found != addresses
-        or not dout_ptr
-        or dout_ptr & 15
-        or dout.is_neg()
-        or not (dlse is None or (dlse_ptr and _is_like(dlse, lse)))
-        or forward_ad._current_level >= 0
-        or _num_dispatch_modes()
-    ):
-        result = gradients(call.options, dout, dlse, saved)
-        # There is none where something was copied, or a traced operator ran.
-        misalignment = functools.reduce(operator.or_, (*found[:4], dout_ptr)) & 15
-        run = BACKWARD_PLANS.get(_key(call.options, dout, saved, misalignment))
-        if run is not None and found == addresses:
-            remember(SAVED_PLANS, key, run)
-        return result
-    return run(*found, dout_ptr, dlse_ptr)
 
 
 def gradients(options: GradientOptions, dout: Tensor, dlse: Tensor | None, saved: Saved) -> Gradients:
@@ -114,13 +64,20 @@ def gradients(options: GradientOptions, dout: Tensor, dlse: Tensor | None, saved
         run is None
         or not (q_ptr and k_ptr and v_ptr and out_ptr and lse_ptr and dout_ptr)
         or (q.is_neg() or k.is_neg() or v.is_neg() or out.is_neg() or lse.is_neg() or dout.is_neg())
-        or not (dlse is None or (dlse_ptr and _is_like(dlse, lse)))
+        or not (dlse is None or (dlse_ptr and is_like(dlse, lse)))
         or forward_ad._current_level >= 0
         or _num_dispatch_modes()
         or _is_compiling()
     ):
         return _first_gradients(options, dout, dlse, saved)
     return run(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, dout_ptr, dlse_ptr)
+
+
+def plan_of(options: GradientOptions, dout: Tensor, saved: Saved) -> BackwardPlan | None:
+    """The plan that :func:`gradients` has run for these; None if it copied something, or a traced operator ran."""
+    if any(x.data_ptr() & 15 for x in (*saved[:4], dout)):
+        return None
+    return BACKWARD_PLANS.get(_key(options, dout, saved, 0))
 
 
 def _key(options: GradientOptions, dout: Tensor, saved: Saved, misalignment: int) -> tuple[Any, ...]:
@@ -156,7 +113,7 @@ def _key(options: GradientOptions, dout: Tensor, saved: Saved, misalignment: int
     )
 
 
-def _is_like(dlse: Tensor, lse: Tensor) -> bool:
+def is_like(dlse: Tensor, lse: Tensor) -> bool:
     return (
         dlse.shape == lse.shape
         and dlse.dtype is torch.float32
