@@ -29,12 +29,11 @@ class FakeKernel:
         return launch
 
 
-def row_launcher(*steps: tuple[Any, Any, Any]) -> Callable[[bytes, bytes, bytes, int], None]:
+def row_launcher(*steps: tuple[Any, Any, Any]) -> Callable[[tuple[bytes, ...], int], None]:
     """Of the driver, for kernels that have a launcher and no more."""
     launchers = [kernel.launcher(grid, block) for kernel, grid, block in steps]
 
-    def launch(*given: Any) -> None:
-        *params, stream = given
+    def launch(params: tuple[bytes, ...], stream: int) -> None:
         for launch_one, its_params in zip(launchers, params, strict=True):
             launch_one(its_params, stream)
 

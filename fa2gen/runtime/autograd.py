@@ -68,7 +68,7 @@ class Attention(Function):
             return dq, dk, dv, None, None
         # Everything that decides between plans belongs to the call, but dout's layout, and what ``x.data = y`` changes
         # behind autograd's back. That puts x elsewhere; where it comes back to an old address, by chance, other strides
-        # may be left. So 11 things are looked at instead of 33, here and not in a function: 6 us less.
+        # may be left. A look at these instead of at all takes 5 us less in a step; here, not in a function, 2 less.
         if q.is_contiguous() and k.is_contiguous() and v.is_contiguous() and dout.is_contiguous():
             key: Any = call
         else:

@@ -89,6 +89,8 @@ PLANS: dict[tuple[Any, ...], ForwardPlan] = {}
 BACKWARD_PLANS: dict[tuple[Any, ...], BackwardPlan] = {}
 # The same plans by the call and strides, where nothing else can have changed.
 SAVED_PLANS: dict[tuple[Any, ...], BackwardPlan] = {}
+# Parameters of a backward's launches, by what launches them and the addresses.
+PARAMETERS: dict[tuple[Any, ...], tuple[bytes, ...]] = {}
 MAX_PLANS = 4096
 
 
@@ -111,7 +113,7 @@ _POINTER_BYTES = 8 * len(POINTERS)
 
 def reset() -> None:
     """Forget plans, table look-ups and loaded kernels: after tuning in this process, or to free device memory."""
-    for remembered in (PLANS, BACKWARD_PLANS, SAVED_PLANS, _matches, _kernels):
+    for remembered in (PLANS, BACKWARD_PLANS, SAVED_PLANS, PARAMETERS, _matches, _kernels):
         remembered.clear()
     _warned.clear()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
+from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -18,10 +19,8 @@ from . import plan
 from .plan import BackwardPlan
 from .request import Request
 
-# Pointers lead each kernel's parameters.
-_PACKERS = {
-    name: plan.pointer_packer(len(PARAMS[name].pointers)) for name in ("bwd_preprocess", "bwd", "bwd_postprocess")
-}
+# Addresses in the order of a plan's arguments and results, then one that is null.
+_TENSORS = ("q", "k", "v", "o", "lse", "dout", "dlse", "dq", "dk", "dv", "null")
 
 _Strides = tuple[int, int, int]
 _Empty = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]
@@ -47,44 +46,67 @@ def build_backward_plan(request: Request, config: BwdConfig, *, poisoned: bool =
     kernels = plan.loaded_kernels(request.spec, config, index, names)
     # All workspaces are parts of one allocation; each part's size is a multiple of 256 bytes.
     ends = list(itertools.accumulate(workspace.num_bytes for workspace in launch_plan.workspaces))
-    offsets = dict(zip((workspace.pointer for workspace in launch_plan.workspaces), (0, *ends), strict=False))
-    lse_log2_at, delta_at, dq_accum_at = offsets["lse_log2"], offsets["delta"], offsets["dq_accum"]
-    dk_accum_at, dv_accum_at, semaphores_at = (offsets.get(name, 0) for name in ("dk_accum", "dv_accum", "semaphores"))
-    has_accum, has_semaphores = "dk_accum" in offsets, "semaphores" in offsets
+    pack = _packer(launch_plan, (0, *ends[:-1]))
     # Locals of a closure, as in the forward's plan.
     launch = row_launcher(
         *((kernels[step.kernel], step.grid, (step.num_threads, 1, 1)) for step in launch_plan.launches)
     )
-    pack_preprocess, pack_main, pack_postprocess = (_PACKERS[name] for name in names)
-    preprocess_tail, main_tail, postprocess_tail = (
-        step.params[8 * len(PARAMS[step.kernel].pointers) :] for step in launch_plan.launches
-    )
     dtype, uint8, size, stride = plan._torch_dtype(request.spec), torch.uint8, (ends[-1],), (1,)
-    empty, raw_stream = plan._empty_function(request.device), plan._raw_stream_function()
+    empty, raw_stream, packed = plan._empty_function(request.device), plan._raw_stream_function(), plan.PARAMETERS
     empty = _poisoned(empty) if poisoned else empty
 
-    # Written out, pointer by pointer: packing by lists of names took twice the time, 2 us of a step.
-    def run(q: int, k: int, v: int, out: int, lse: int, dout: int, dlse: int) -> tuple[Tensor, Tensor, Tensor]:
-        dq_tensor = empty(q_shape, q_strides, dtype)
-        dk_tensor = empty(k_shape, k_strides, dtype)
-        dv_tensor = empty(k_shape, k_strides, dtype)
+    def run(
+        q_ptr: int, k_ptr: int, v_ptr: int, o_ptr: int, lse_ptr: int, dout_ptr: int, dlse_ptr: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dq = empty(q_shape, q_strides, dtype)
+        dk = empty(k_shape, k_strides, dtype)
+        dv = empty(k_shape, k_strides, dtype)
         # Freed when this returns: torch's allocator hands it to later work of this stream only.
         workspace = empty(size, stride, uint8)
-        start = workspace.data_ptr()
-        lse_log2, delta, dq_accum = start + lse_log2_at, start + delta_at, start + dq_accum_at
-        dk_accum, dv_accum = (start + dk_accum_at, start + dv_accum_at) if has_accum else (0, 0)
-        semaphores = start + semaphores_at if has_semaphores else 0
-        dq, dk, dv = dq_tensor.data_ptr(), dk_tensor.data_ptr(), dv_tensor.data_ptr()
-        launch(
-            pack_preprocess(out, dout, lse, dlse, lse_log2, delta, dq_accum, dk_accum, dv_accum, semaphores)
-            + preprocess_tail,
-            pack_main(q, k, v, dout, dk, dv, lse_log2, delta, dq_accum, dk_accum, dv_accum, semaphores) + main_tail,
-            pack_postprocess(dq_accum, dk_accum, dv_accum, dq, dk, dv) + postprocess_tail,
-            raw_stream(index),
+        addresses = (
+            q_ptr,
+            k_ptr,
+            v_ptr,
+            o_ptr,
+            lse_ptr,
+            dout_ptr,
+            dlse_ptr,
+            dq.data_ptr(),
+            dk.data_ptr(),
+            dv.data_ptr(),
+            workspace.data_ptr(),
         )
-        return dq_tensor, dk_tensor, dv_tensor
+        # Torch's allocator hands out the same blocks step after step. Packing anew takes 3 us in a step.
+        params = packed.get((launch, addresses))
+        if params is None:
+            params = pack(*addresses)
+            plan.remember(packed, (launch, addresses), params)
+        launch(params, raw_stream(index))
+        return dq, dk, dv
 
     return run
+
+
+def _packer(launch_plan: LaunchPlan, offsets: tuple[int, ...]) -> Callable[..., tuple[bytes, ...]]:
+    """A function from a call's addresses to the parameters of each launch.
+
+    Args:
+        launch_plan: Its launches have null pointers. Those that are neither a tensor's nor a workspace's stay null.
+        offsets: Of its workspaces, in bytes.
+    """
+    names = _TENSORS + tuple(workspace.pointer for workspace in launch_plan.workspaces)
+    steps = []
+    for launch in launch_plan.launches:
+        pointers = PARAMS[launch.kernel].pointers
+        picked = itemgetter(*(names.index(name if name in names else "null") for name in pointers))
+        steps.append((plan.pointer_packer(len(pointers)), picked, launch.params[8 * len(pointers) :]))
+
+    def pack(*addresses: int) -> tuple[bytes, ...]:
+        *tensors, start = addresses
+        values = (*tensors, 0, *(start + offset for offset in offsets))
+        return tuple(pack_pointers(*picked(values)) + tail for pack_pointers, picked, tail in steps)
+
+    return pack
 
 
 def plan_launches(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -140,6 +142,38 @@ def test_bl_093_changes_of_what_was_saved_are_noticed(which: str) -> None:
         {**tensors, "out": out}[which].mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
+
+
+def test_bl_093_a_changed_lse_is_noticed() -> None:
+    out, lse = attention(*call_inputs(), return_lse=True)
+    with torch.no_grad():
+        lse.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_results_are_freed_with_their_last_name(return_lse: bool) -> None:
+    """Not by the garbage collector, later: nothing that the graph holds leads back to it."""
+    tensors = call_inputs()
+    gc.disable()
+    try:
+        result = attention(*tensors, return_lse=return_lse)
+        results = list(result) if isinstance(result, tuple) else [result]
+        watched = [weakref.ref(x) for x in (*results, results[0].grad_fn)]
+        del result, results
+        assert [ref() for ref in watched] == [None] * len(watched)
+    finally:
+        gc.enable()
+
+
+def test_what_was_saved_is_freed_by_the_backward() -> None:
+    out = attention(*call_inputs())
+    assert out.grad_fn is not None
+    saved = [weakref.ref(x) for x in out.grad_fn.saved_tensors[3:]]
+    assert all(ref() is not None for ref in saved)
+    out.sum().backward()
+    assert [ref() for ref in saved] == [None, None]
 
 
 def test_double_backward_is_refused() -> None:

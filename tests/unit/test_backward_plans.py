@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 from collections.abc import Iterator
@@ -10,12 +11,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fa2gen.codegen import PARAMS
 from fa2gen.constraints import default_config
 from fa2gen.errors import ArgumentError, CompileError, GateError, InfeasibleError, LaunchError, ToolchainError
 from fa2gen.hardware import get_gpu
 from fa2gen.runtime import attention, describe, plan, reset, warmup
+from fa2gen.runtime.backward import gradients
 from fa2gen.runtime.warmup import gate_kernel
 from fa2gen.spec import BwdConfig, FwdConfig, KernelSpec
 from tests.runtime_fakes import FakeDevice
@@ -119,6 +123,28 @@ def test_a_warm_step_only_launches(device: FakeDevice, monkeypatch: pytest.Monke
     assert len(plan.PLANS) == len(plan.BACKWARD_PLANS) == 1
 
 
+def test_parameters_are_packed_once_for_the_same_addresses(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = _leaves()
+    blocks: dict[Any, Tensor] = {}
+    build = plan._empty_function
+    # An allocator whose blocks come back.
+    monkeypatch.setattr(
+        plan, "_empty_function", lambda device: lambda *sizes: blocks.setdefault(sizes, build(device)(*sizes))
+    )
+    out = attention(q, k, v).detach()
+    saved = (q.detach(), k.detach(), v.detach(), out, torch.zeros(2, 8, 113))
+    options = plan.gradient_options(False, None, False, "auto", None)
+    douts = [torch.ones_like(out), torch.ones_like(out)]
+    for dout in (*douts, *douts):
+        gradients(options, dout, None, saved)
+        values = _last_backward(device)
+        assert values["dout"] == dout.data_ptr()
+        assert values["lse"] == saved[4].data_ptr()
+    first, second, third, fourth = (device.order[-3 * i :][:3] for i in (4, 3, 2, 1))
+    assert all(a is b for (_, a), (_, b) in zip(first + second, third + fourth, strict=True))
+    assert len(plan.PARAMETERS) == 2
+
+
 def test_the_gradient_of_the_lse(device: FakeDevice) -> None:
     tensors = _leaves()
     for _ in range(2):
@@ -137,6 +163,11 @@ def test_the_gradient_of_the_lse(device: FakeDevice) -> None:
         out, lse = attention(*tensors, return_lse=True)
         torch.autograd.grad(out.sum(), tensors)
         assert _last_backward(device)["dlse"] == 0
+        # A kernel reads it in a row.
+        out, lse = attention(*tensors, return_lse=True)
+        expanded = torch.ones(()).expand(lse.shape)
+        torch.autograd.grad([out, lse], tensors, [torch.ones_like(out), expanded])
+        assert _last_backward(device)["dlse"] not in (0, expanded.data_ptr())
 
 
 def _odd(x: Tensor) -> Tensor:
@@ -150,6 +181,7 @@ _DOUTS: dict[str, tuple[Any, bool]] = {
     "heads repeat": (lambda x: torch.ones_like(x[:, :, :1]).expand(x.shape), True),
     "one number": (lambda x: torch.ones((), dtype=x.dtype).expand(x.shape), False),
     "columns first": (lambda x: torch.ones_like(x).transpose(2, 3).contiguous().transpose(2, 3), False),
+    "odd base": (lambda x: torch.ones(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape), False),
     "odd base and rows": (lambda x: _odd(torch.ones_like(x)), False),
     "negated": (lambda x: torch._neg_view(torch.ones_like(x)), False),
     "zeros without memory": (lambda x: torch._efficientzerotensor(x.shape, dtype=x.dtype), False),
@@ -174,6 +206,21 @@ def test_dout_of_every_layout(device: FakeDevice, name: str) -> None:
             stride == 0 and name != "zeros without memory" for stride in dout.stride()[:3]
         ]
     assert len(plan.BACKWARD_PLANS) == 1
+
+
+def test_a_warm_backward_follows_dout_s_layout(device: FakeDevice) -> None:
+    tensors = _leaves()
+    out = attention(*tensors)
+    for _ in range(3):
+        out = attention(*tensors)
+        for make, in_place in _DOUTS.values():
+            dout = make(out.detach())
+            _grads(out, tensors, dout, retain_graph=True)
+            values = _last_backward(device)
+            assert (values["dout"] == dout.data_ptr()) is in_place
+            if in_place:
+                strides = [values[f"dout_{axis}_stride"] for axis in ("batch", "row", "head")]
+                assert strides == list(dout.stride()[:3])
 
 
 def test_every_part_of_a_call_is_in_its_key(device: FakeDevice) -> None:
@@ -373,9 +420,11 @@ def test_plans_are_bounded_and_forgotten(device: FakeDevice, monkeypatch: pytest
         x = q.detach()[:, :seqlen].requires_grad_()
         _grads(attention(x, k, v), [x])
         assert len(plan.BACKWARD_PLANS) <= 5
+        assert len(plan.PARAMETERS) <= 5
     assert len(device.kernels) == 4
     reset()
     assert not plan.BACKWARD_PLANS
+    assert not plan.PARAMETERS
     _grads(attention(q, k, v), [q])
     assert len(device.kernels) == 8
 
@@ -429,6 +478,105 @@ def test_data_may_be_put_elsewhere(device: FakeDevice) -> None:
         values = _last_backward(device)
         assert [values[name] for name in "qkv"] == [x.data_ptr() for x in tensors]
         assert values["q_row_stride"] == tensors[0].stride(1) == (8 * 64 if moved else 64)
+
+
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_data_of_another_dtype_is_refused(device: FakeDevice, which: int) -> None:
+    for moved in (False, False, False, True):
+        leaves = _leaves()
+        out = attention(*leaves)
+        if not moved:
+            _grads(out, leaves)
+    leaves[which].data = leaves[which].detach().half()
+    launches = len(device.order)
+    with pytest.raises(ArgumentError, match="has dtype torch"):
+        _grads(out, leaves)
+    assert len(device.order) == launches
+
+
+@pytest.mark.parametrize("which", [0, 1, 2])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_data_may_lie_otherwise_at_the_same_address(device: FakeDevice, transposed: bool, which: int) -> None:
+    """As where memory is freed, and by chance found again."""
+    sizes = ((113, 8), (203, 2), (203, 2))
+    rows_first = [(seqlen * heads * 64, heads * 64, 64, 1) for seqlen, heads in sizes]
+    heads_first = [(seqlen * heads * 64, 64, seqlen * 64, 1) for seqlen, heads in sizes]
+    before, after = (heads_first, rows_first) if transposed else (rows_first, heads_first)
+    leaves = [torch.as_strided(x.detach(), x.shape, s).requires_grad_() for x, s in zip(_inputs(), before, strict=True)]
+    for moved in (False, False, False, True, False):
+        out = attention(*leaves)
+        x = leaves[which]
+        if moved:
+            x.data = torch.as_strided(x.detach(), x.shape, after[which])
+        _grads(out, leaves)
+        values = _last_backward(device)
+        assert values["qkv"[which]] == x.data_ptr()
+        name = f"{'qkv'[which]}_row_stride"
+        assert values[name] == (after if moved else before)[which][1]
+        x.data = torch.as_strided(x.detach(), x.shape, before[which])
+
+
+def test_hooks_may_leave_addresses_alone(device: FakeDevice) -> None:
+    leaves = _leaves()
+    strides = (113 * 8 * 64, 64, 113 * 64, 1)
+    for hooked in (False, False, False, True):
+        saved: list[Tensor] = []
+        hooks = torch.autograd.graph.saved_tensors_hooks(
+            lambda x, saved=saved: saved.append(x) or len(saved) - 1,  # type: ignore[misc]
+            lambda i, saved=saved: torch.as_strided(saved[i], saved[i].shape, strides) if i == 3 else saved[i],  # type: ignore[misc]
+        )
+        with hooks if hooked else contextlib.nullcontext():
+            out = attention(*leaves)
+        _grads(out, leaves)
+        values = _last_backward(device)
+        assert values["o"] == out.data_ptr()
+        assert values["o_row_stride"] == (64 if hooked else 8 * 64)
+
+
+def test_hooks_may_come_after_the_call(device: FakeDevice) -> None:
+    leaves = _leaves()
+    back: list[Tensor] = []
+
+    def unpack(x: Tensor) -> Tensor:
+        back.append(x.clone())
+        return back[-1]
+
+    for hooked in (False, False, False, True):
+        out = attention(*leaves)
+        assert out.grad_fn is not None
+        if hooked:
+            for saved in out.grad_fn._raw_saved_tensors:  # type: ignore[attr-defined]
+                saved.register_hooks(lambda x: x, unpack)
+        _grads(out, leaves)
+    values = _last_backward(device)
+    assert [values[name] for name in ("q", "k", "v", "o", "lse")] == [x.data_ptr() for x in back]
+
+
+def test_a_warm_backward_refuses_tangents(device: FakeDevice) -> None:
+    leaves = _leaves()
+    for _ in range(3):
+        out = attention(*leaves)
+        dout = torch.ones_like(out)
+        _grads(out, leaves, dout, retain_graph=True)
+    with forward_ad.dual_level(), pytest.raises(ArgumentError, match="dout carries a forward-mode tangent"):
+        _grads(out, leaves, forward_ad.make_dual(dout, dout))
+
+
+def test_a_warm_backward_hides_from_no_observer(device: FakeDevice) -> None:
+    seen: list[Any] = []
+
+    class Observer(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    leaves = _leaves()
+    for observed in (False, False, False, True):
+        out = attention(*leaves)
+        dout = torch.ones_like(out)
+        with Observer() if observed else contextlib.nullcontext():
+            _grads(out, leaves, dout)
+    assert torch.ops.fa2gen.attention_bwd.default in seen
 
 
 def test_threads_share_plans(device: FakeDevice) -> None:

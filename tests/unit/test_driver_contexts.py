@@ -224,7 +224,7 @@ assert (real(), fake.fake_depth()) == (foreign, 1)
 ROW = """
 kernels = [driver.load(compiled(), 0) for _ in range(3)]
 row = driver.row_launcher(*((kernel, (1 + i, 1, 1), (32 * (1 + i), 1, 1)) for i, kernel in enumerate(kernels)))
-launch = lambda stream=0: row(*(bytes([i]) + PARAMS[1:] for i in range(3)), stream)
+launch = lambda stream: row(tuple(bytes([i]) + PARAMS[1:] for i in range(3)), stream)
 functions = (ctypes.c_void_p * 64).in_dll(fake, "fake_functions")
 first_bytes = (ctypes.c_ubyte * 64).in_dll(fake, "fake_first_bytes")
 def launched():
