@@ -196,7 +196,7 @@ def workspace_rules(spec: KernelSpec, config: Config) -> dict[str, str]:
         rules["dk_accum"] = rules["dv_accum"] = f"{keys} * 4 * {width}"
     if spec.deterministic:
         # Cleared 16 bytes at a time.
-        rules["semaphores"] = f"ceil(batch * num_heads * {m_blocks} * {config.num_warps} * 4 / 16) * 16"
+        rules["semaphores"] = f"ceil(batch * num_heads * {m_blocks} * 4 / 16) * 16"
     return rules
 
 

@@ -156,7 +156,7 @@ def bwd_plan(
     if config.split_heads:
         sizes["dk_accum"] = sizes["dv_accum"] = heads_k * padded_k * width * 4
     if spec.deterministic:
-        sizes["semaphores"] = _rounded(heads_q * num_m_blocks * config.num_warps * 4, 16)
+        sizes["semaphores"] = _rounded(heads_q * num_m_blocks * 4, 16)
     heads = heads_q if config.split_heads else heads_k
     row_blocks = -(-padded_q // PREPROCESS_ROWS)
     dq_blocks = heads_q * -(-padded_q // POSTPROCESS_ROWS)
@@ -181,7 +181,7 @@ def bwd_plan(
         padded_seqlen_q=padded_q,
         num_row_blocks=row_blocks,
     )
-    section = max(1, min(heads, _backward_section(spec, config, problem, l2_bytes), _MAX_INT // num_n_blocks))
+    section = max(1, min(heads, _backward_section(spec, problem, l2_bytes), _MAX_INT // num_n_blocks))
     row_bytes = {tensor: strides[tensor][1] * 2 for tensor in ("q", "dout")}
     main = BWD_PARAMS.pack(
         **_named_strides(strides, "q", "k", "v", "dout", "dk", "dv"),
@@ -193,7 +193,7 @@ def bwd_plan(
         seqlen_k=problem.seqlen_k,
         num_m_blocks=num_m_blocks,
         num_n_blocks=num_n_blocks,
-        heads_per_section=-(-heads // -(-heads // section)),
+        heads_per_section=_even_section(heads, section, _MAX_INT // num_n_blocks),
         softmax_scale=softmax_scale,
         scale_log2=_scale_log2(softmax_scale),
     )
@@ -214,9 +214,29 @@ def bwd_plan(
     return LaunchPlan(launches, tuple(Workspace(name, _rounded(size, 256)) for name, size in sizes.items()))
 
 
-def _backward_section(spec: KernelSpec, config: BwdConfig, problem: Problem, l2_bytes: int) -> int:
-    """Heads whose Q, dO and float32 sums of dQ fit in half of L2 together; of a group's heads one at a time is read."""
-    return l2_bytes // 2 // max(1, problem.seqlen_q * spec.native_head_dim * (2 * 2 + 4))
+# Heads at a time whose key blocks add in order, at least: so many that few blocks of one head are under way, each of
+# which waits for the one before. H200, d 128, 4096 tokens, relative to no order: 7 heads 0.94, 30 heads 0.98; causal 15
+# heads 0.96, 60 heads 1.03. Twice as many again lose 2 % of 1024 tokens, whose sums no longer stay in L2.
+_ORDERED_HEADS = {False: 32, True: 64}
+
+
+def _backward_section(spec: KernelSpec, problem: Problem, l2_bytes: int) -> int:
+    """Heads whose Q, dO and float32 sums of dQ fit in half of L2 together; of a group's heads one at a time is read.
+
+    With a causal mask half of them are in use at a time (H200: up to 9 % faster with twice as many heads).
+    """
+    heads = l2_bytes // 2 // max(1, problem.seqlen_q * spec.native_head_dim * (2 * 2 + 4))
+    heads *= 2 if spec.causal else 1
+    return max(heads, _ORDERED_HEADS[spec.causal]) if spec.deterministic else heads
+
+
+def _even_section(heads: int, section: int, most: int) -> int:
+    """A size from ``section`` to half as many again with which the last section lacks fewest heads.
+
+    At the end of a section SMs idle; of large ones, which lack little, not all sizes are looked at.
+    """
+    sizes = range(section, max(section, min(section + section // 2, section + 64, heads, most)) + 1)
+    return min(sizes, key=lambda size: (-heads % size, size))
 
 
 def _require_grid(kernel: str, blocks: int) -> None:

@@ -38,6 +38,21 @@ BY_BLOCK = {
     "release": "if (tid == 5) release_add(p.out, 1);",
 }
 
+# The same twice: who passes on the first turn looks how far the second is.
+LOOK_AHEAD = {
+    "first": "u32 seen = 0; if (tid == 33) seen = look_and_release_add(p.out, gptr<u32>{nullptr}, 7); sync_warp();",
+    "wait": "if (tid == 33 && seen != blockIdx.x) wait_until_equal(p.out, blockIdx.x);",
+    "after_wait": "sync_threads();",
+    "add": f"atomic_add({SUMS} + (4 + (tid + 32 * blockIdx.x) % 64), {OWN_VALUE});",
+    "before_release": "sync_threads();",
+    "release": "if (tid == 33) seen = look_and_release_add(p.out + 1, p.out, 1); sync_warp();",
+    "second": "if (tid == 33 && seen != blockIdx.x) wait_until_equal(p.out + 1, blockIdx.x);",
+    "after_second": "sync_threads();",
+    "add_again": f"atomic_add({SUMS} + (68 + (tid + 32 * blockIdx.x) % 64), {OWN_VALUE});",
+    "before_last": "sync_threads();",
+    "last": "if (tid == 33) release_add(p.out + 1, 1);",
+}
+
 
 def ordered_sums(parts: dict[str, str], **changes: str) -> str:
     """A body that adds in order, with some of its parts changed."""
@@ -52,8 +67,9 @@ def sums_in_order(values: np.ndarray) -> np.ndarray:
     return total
 
 
-def _ordered(parts: dict[str, str], semaphores: list[int], values: np.ndarray) -> Probe:
-    words = np.concatenate([np.array(semaphores, np.uint32), sums_in_order(values).view(np.uint32)])
+def _ordered(parts: dict[str, str], semaphores: list[int], values: np.ndarray, times: int = 1) -> Probe:
+    sums = sums_in_order(values).view(np.uint32)
+    words = np.concatenate([np.array(semaphores, np.uint32), *[sums] * times])
     return Probe(ordered_sums(parts), VALUES.reshape(-1).view(np.uint32), words, grid=GRID, atomic=True)
 
 
@@ -74,11 +90,11 @@ def _passed_on() -> Probe:
     return Probe(text, rows[0], np.concatenate(words), grid=GRID, atomic=True)
 
 
+ROLLED = np.stack([np.roll(row, 32 * n) for n, row in enumerate(VALUES)])
 REDUCTION_PROBES: dict[str, Probe] = {
     "a semaphore of each warp": _ordered(BY_WARP, [GRID, GRID, 0, 0], VALUES),
-    "a semaphore of the block": _ordered(
-        BY_BLOCK, [GRID, 0, 0, 0], np.stack([np.roll(row, 32 * n) for n, row in enumerate(VALUES)])
-    ),
+    "a semaphore of the block": _ordered(BY_BLOCK, [GRID, 0, 0, 0], ROLLED),
+    "a look ahead": _ordered(LOOK_AHEAD, [GRID, GRID, 0, 0], ROLLED, times=2),
     "values passed on by semaphores": _passed_on(),
 }
 

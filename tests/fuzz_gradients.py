@@ -75,7 +75,11 @@ def draw_gradient_call(seed: int, pool: Sequence[Kernels], **limits: int) -> Gra
     call = draw_call(seed, [kernels.forward], **limits)
     # A hidden infinity meets a weight of 0 in dq too: NaN there is no fault of the kernel.
     call = dataclasses.replace(call, data="normal", hidden=0) if call.data == "hidden" else call
-    return GradientCall(call, kernels, rng.choice(LAYOUTS), rng.random() < 0.3)
+    dout_layout = rng.choice(LAYOUTS)
+    if dout_layout == "expanded_rows" and (call.layouts[0] == "expanded_rows" or call.data == "constant"):
+        # Every row is the same: its roundings do not cancel, as the gate's rule has it, but add up over all queries.
+        dout_layout = "contiguous"
+    return GradientCall(call, kernels, dout_layout, rng.random() < 0.3)
 
 
 def run_gradient_call(drawn: GradientCall, device: str | torch.device, backend: str = "auto") -> GateReport:

@@ -104,7 +104,7 @@ BWD_PARAMS = ParamStruct(
         Field("gptr<float>", "dq_accum", "sums of dq / softmax_scale, which the kernel before has cleared"),
         Field("gptr<float>", "dk_accum", "sums of dk / softmax_scale, cleared"),
         Field("gptr<float>", "dv_accum", "sums of dv, cleared"),
-        Field("gptr<u32>", "semaphores", "(batch, num_heads, num_m_blocks, kNumWarps), cleared"),
+        Field("gptr<u32>", "semaphores", "(batch, num_heads, num_m_blocks), cleared"),
         *_strides("q", ("A row is one query or key. An input's stride may be 0: that dimension is repeated.",)),
         *_strides("k"),
         *_strides("v"),

@@ -20,11 +20,26 @@ FUNC void wait_until_equal(gptr<u32> p, u32 value) {
       "r"(value)
       : "memory");
 }
-// Adds to the word; releases what this thread did and learnt of. One lane releases for its warp, after sync_warp().
+// Adds to the word; releases what this thread did and learnt of. One lane releases for its warp, after sync_warp(), or
+// for its block, after a barrier.
 FUNC void release_add(gptr<u32> p, u32 value) {
   asm volatile(
       "fence.acq_rel.gpu; "
       "red.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(p.address),
       "r"(value)
       : "memory");
+}
+// Both without a wait and with one fence: the word's value, acquired, and an addition to another word, null for none.
+FUNC u32 look_and_release_add(gptr<u32> p, gptr<u32> released, u32 value) {
+  u32 seen;
+  asm volatile(
+      "{ .reg .pred any; "
+      "setp.ne.u64 any, %2, 0; "
+      "ld.relaxed.gpu.global.u32 %0, [%1]; "
+      "fence.acq_rel.gpu; "
+      "@any red.relaxed.gpu.global.add.u32 [%2], %3; }"
+      : "=r"(seen)
+      : "l"(p.address), "l"(released.address), "r"(value)
+      : "memory");
+  return seen;
 }

@@ -55,9 +55,8 @@ def _after(old: str, new: str, expected: set[str], spec: KernelSpec = CAUSAL, co
 
 
 TILE_IS_VISIBLE = "sync_threads();  // the tile is visible to every warp"
-LAST_DQ = "  add_dq(dq, warp, p);\n  sync_threads();\n"
-WAIT = "if (threadIdx.x % 32 == 0) wait_until_equal("
-RELEASE = "if (threadIdx.x % 32 == 0) release_add("
+LAST_DQ = "  add_dq(dq, warp.place, p);\n  sync_threads();\n"
+WAIT = "if (speaks_for_block() && seen != u32(n_block)) wait_until_equal("
 
 MUTATIONS: dict[str, Mutation] = {
     # D, L and cleared sums.
@@ -165,7 +164,9 @@ MUTATIONS: dict[str, Mutation] = {
         "const u32 ds_stage = i % 2;", "const u32 ds_stage = 0;", {NUMBERS, *RACES}, config=ROLES_AHEAD
     ),
     "roles: dQ of the last tile is dropped": Mutation(LAST_DQ, "  sync_threads();\n", {NUMBERS}, config=ROLES_AHEAD),
-    "roles: K's place is taken too early": Mutation(LAST_DQ, "  add_dq(dq, warp, p);\n", RACES, config=ROLES_AHEAD),
+    "roles: K's place is taken too early": Mutation(
+        LAST_DQ, "  add_dq(dq, warp.place, p);\n", RACES, config=ROLES_AHEAD
+    ),
     "shared keys: P is read before it is whole": Mutation(
         "bar_sync(pair_barrier(warp.place), 64);", "", RACES, config=SHARED
     ),
@@ -182,16 +183,47 @@ MUTATIONS: dict[str, Mutation] = {
     "ragged rows leave": _after("if (row_0 + row >= gradient.num_rows", "if (false", {"global-two-writers", *STRAY}),
     # From block to block.
     "no wait for the blocks before": Mutation(WAIT, "if (false) wait_until_equal(", UNORDERED, ORDERED),
-    "one lane has waited": Mutation("work.n_block);\n  sync_warp();\n", "work.n_block);\n", UNORDERED, ORDERED),
-    "a release of one lane": Mutation(
-        f"sync_warp();\n  {RELEASE}", RELEASE, {"semaphore-release-without-sync", *UNORDERED}, ORDERED, ROLES_AHEAD
+    "the turn comes behind the barrier": Mutation(
+        "await_turn(seen, row_tile, work.n_block, p);\n    sync_threads();  // dS is whole",
+        "sync_threads(); await_turn(seen, row_tile, work.n_block, p);  // dS is whole",
+        UNORDERED,
+        ORDERED,
+    ),
+    "what was seen is of another tile": Mutation(
+        "look_and_release_add(p.semaphores + row_tile,",
+        "look_and_release_add(p.semaphores + max_i32(row_tile - 1, 0),",
+        UNORDERED,
+        ORDERED,
+    ),
+    "the turn passes before the additions": Mutation(
+        "added = dq.row_tile;", "added = row_tile;", UNORDERED, ORDERED, ROLES_AHEAD
+    ),
+    "the last turn passes before the additions": Mutation(
+        "sync_threads();\n  end_turn(dq.row_tile, p);\n",
+        "end_turn(dq.row_tile, p);\n  sync_threads();\n",
+        UNORDERED | {"semaphore-release-without-sync"},
+        ORDERED,
+        ROLES_AHEAD,
     ),
     "an addition that releases nothing": Mutation(
-        RELEASE, "if (threadIdx.x % 32 == 0) atomic_add<u32>(", UNORDERED, ORDERED
+        "seen = look_and_release_add(p.semaphores + row_tile, released, 1);",
+        "seen = look_and_release_add(p.semaphores + row_tile, gptr<u32>{nullptr}, 1);"
+        " if (released.address) atomic_add<u32>(released, 1);",
+        UNORDERED,
+        ORDERED,
     ),
-    "never released": Mutation(RELEASE, "if (false) release_add(", {"deadlock"}, ORDERED),
-    "a wait for the wrong block": Mutation(", work.n_block);", ", work.n_block + 1);", {"deadlock"}, ORDERED),
-    "a semaphore for all warps": Mutation("* kNumWarps + place.index)", "* kNumWarps)", {"deadlock"}, ORDERED),
+    "never released": Mutation(
+        "const gptr<u32> released = added >= 0 ?", "const gptr<u32> released = false ?", {"deadlock"}, ORDERED
+    ),
+    "the last turn is not passed": Mutation(
+        "if (speaks_for_block() && added >= 0)", "if (false)", {"deadlock"}, ORDERED
+    ),
+    "a wait for the wrong block": Mutation(
+        "p.semaphores + row_tile, n_block);", "p.semaphores + row_tile, n_block + 1);", {"deadlock"}, ORDERED
+    ),
+    "a semaphore for all tiles": Mutation(
+        "? p.semaphores + added", "? p.semaphores + 0 * added", {"deadlock"}, ORDERED
+    ),
     "later keys start first": Mutation(
         "work.n_block = id / heads;",
         "work.n_block = p.num_n_blocks - 1 - id / heads;",
@@ -250,7 +282,6 @@ SLOW = {
     "dK without the scale",
     "half of the sums are cleared",
     "mask at the end of the keys off by one",
-    "one lane has waited",
     "query heads of another key head",
     "ragged keys are stored",
     "ragged rows leave",

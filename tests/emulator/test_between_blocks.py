@@ -10,7 +10,17 @@ import pytest
 from fa2gen.emulator import Buffer, EmulatedKernel, build, run
 from fa2gen.emulator.runner import require_written
 from fa2gen.errors import EmulatorError
-from tests.backward_primitives import BY_BLOCK, BY_WARP, GRID, OWN_VALUE, SUMS, VALUES, ordered_sums, sums_in_order
+from tests.backward_primitives import (
+    BY_BLOCK,
+    BY_WARP,
+    GRID,
+    LOOK_AHEAD,
+    OWN_VALUE,
+    SUMS,
+    VALUES,
+    ordered_sums,
+    sums_in_order,
+)
 from tests.primitive_kernels import NUM_THREADS, probe_launch, probe_source
 
 SUMMED, UNORDERED = "global-sum-read", "semaphore-unordered-sum"
@@ -21,6 +31,7 @@ BODIES = {
     "free": f"  {FREE_SUM}",
     "by warp": ordered_sums(BY_WARP),
     "by block": ordered_sums(BY_BLOCK),
+    "look ahead": ordered_sums(LOOK_AHEAD),
     # A thread of block 2 learns of block 0 through block 1 alone.
     "handed on": f"""
   if (tid == 0 && blockIdx.x > 0) wait_until_equal(p.out + (blockIdx.x - 1) % 4, (blockIdx.x + 3) / 4);
@@ -66,6 +77,17 @@ FAULTS: dict[str, tuple[str, str, str]] = {
         UNORDERED,
         "",
     ),
+    "nobody waits for what the look did not see": (ordered_sums(LOOK_AHEAD, second=""), UNORDERED, ""),
+    "no barrier between a look and the additions": (
+        ordered_sums(LOOK_AHEAD, after_second="sync_warp();"),
+        UNORDERED,
+        "",
+    ),
+    "a look at another semaphore": (
+        ordered_sums(LOOK_AHEAD, release=LOOK_AHEAD["release"].replace("(p.out + 1,", "(p.out,")),
+        f"{UNORDERED}|deadlock",
+        "",
+    ),
     "two lanes add to one element": (
         ordered_sums(BY_WARP, add=f"atomic_add({SUMS} + (4 + tid / 2), {OWN_VALUE});"),
         UNORDERED,
@@ -109,7 +131,7 @@ FAULTS: dict[str, tuple[str, str, str]] = {
     ),
     "a wait for an address in no buffer": ("wait_until_equal(p.out + 999, 0);", "global-out-of-range", ""),
 }
-OUT_WORDS = 4 + NUM_THREADS
+OUT_WORDS = 4 + 2 * NUM_THREADS
 
 
 @pytest.fixture(scope="module")
@@ -135,9 +157,13 @@ def _run(kernel: EmulatedKernel, name: str, grid: int = GRID, **options: object)
     return out
 
 
+def _sums(words: np.ndarray) -> np.ndarray:
+    return words[4 : 4 + NUM_THREADS].view(np.float32)
+
+
 def test_free_sums_differ_from_seed_to_seed(kernel: EmulatedKernel) -> None:
     exact = VALUES.astype(np.float64).sum(0)
-    sums = [_run(kernel, "free", seed=seed)[4:].view(np.float32) for seed in range(6)]
+    sums = [_sums(_run(kernel, "free", seed=seed)) for seed in range(6)]
     for one in sums:
         np.testing.assert_allclose(one, exact, atol=1e-6 * np.abs(VALUES).sum(0).max())
     assert len({one.tobytes() for one in sums}) == len(sums)
@@ -152,7 +178,7 @@ def test_free_sums_follow_from_the_seed(kernel: EmulatedKernel) -> None:
         assert len(bits) == 1
 
 
-@pytest.mark.parametrize("name", ["by warp", "by block", "handed on"])
+@pytest.mark.parametrize("name", ["by warp", "by block", "look ahead", "handed on"])
 def test_ordered_sums_are_the_same_for_every_schedule(kernel: EmulatedKernel, name: str) -> None:
     results = {
         _run(kernel, name, seed=seed, threads=threads, random_schedule=random_schedule).tobytes()
@@ -162,7 +188,9 @@ def test_ordered_sums_are_the_same_for_every_schedule(kernel: EmulatedKernel, na
     }
     assert len(results) == 1
     if name == "by warp":
-        np.testing.assert_array_equal(np.frombuffer(results.pop(), np.float32)[4:], sums_in_order(VALUES), strict=True)
+        np.testing.assert_array_equal(
+            _sums(np.frombuffer(results.pop(), np.uint32)), sums_in_order(VALUES), strict=True
+        )
 
 
 def test_a_thread_may_wait_for_its_own_block(kernel: EmulatedKernel) -> None:
@@ -172,7 +200,7 @@ def test_a_thread_may_wait_for_its_own_block(kernel: EmulatedKernel) -> None:
 
 
 def test_more_additions_than_are_held_back(kernel: EmulatedKernel) -> None:
-    assert (_run(kernel, "many", 2)[4:].view(np.float32) == 2 * 2**16).all()
+    assert (_sums(_run(kernel, "many", 2)) == 2 * 2**16).all()
 
 
 @pytest.mark.parametrize("name", FAULTS)

@@ -7,11 +7,11 @@ import struct
 
 import pytest
 
-from fa2gen.codegen import FWD_PARAMS
+from fa2gen.codegen import BWD_PARAMS, FWD_PARAMS
 from fa2gen.errors import ArgumentError, UnsupportedError
-from fa2gen.launch import POINTERS, fwd_plan, heads_per_section
+from fa2gen.launch import POINTERS, bwd_plan, fwd_plan, heads_per_section
 from fa2gen.problem import Problem
-from fa2gen.spec import FwdConfig, KernelSpec
+from fa2gen.spec import BwdConfig, FwdConfig, KernelSpec
 
 SPEC = KernelSpec(head_dim=64, gqa_ratio=2)
 CONFIG = FwdConfig(block_m=128, block_n=64, num_warps=4)
@@ -103,3 +103,35 @@ def test_limits():
 def test_section_products_stay_in_32_bits():
     got = plan(Problem(1, 2**27, 1, 64, 32), l2_bytes=2**30)
     assert got["num_m_blocks"] * got["heads_per_section"] < 2**31
+
+
+@pytest.mark.parametrize(
+    ("batch", "seqlen", "causal", "deterministic", "expected"),
+    [
+        # Half of 60 MiB of L2 holds Q, dO and sums of dQ of 7 heads of 4096 rows of 128 columns; 8 make 8 equal sections.
+        (4, 4096, False, False, 8),
+        # With a causal mask 15, of which half is in use; 16 make 4.
+        (4, 4096, True, False, 16),
+        # In a fixed order at least 32 and 64.
+        (4, 4096, False, True, 32),
+        (4, 4096, True, True, 64),
+        (16, 1024, False, True, 32),
+        (16, 1024, True, True, 64),
+        # All there are.
+        (1, 16384, True, True, 16),
+        (1, 16384, False, False, 1),
+    ],
+)
+def test_sections_of_a_backward(batch: int, seqlen: int, causal: bool, deterministic: bool, expected: int) -> None:
+    spec = KernelSpec("bwd", 128, causal=causal, deterministic=deterministic)
+    names = ("q", "k", "v", "o", "dout", "dq", "dk", "dv")
+    launch_plan = bwd_plan(
+        spec,
+        BwdConfig(block_m=64, block_n=128),
+        Problem(batch, seqlen, seqlen, 16, 16),
+        strides=dict.fromkeys(names, (1, 1, 1)),
+        softmax_scale=0.125,
+        l2_bytes=60 * 2**20,
+    )
+    values = struct.unpack(BWD_PARAMS.format, launch_plan.launches[1].params)
+    assert values[[field.name for field in BWD_PARAMS.fields].index("heads_per_section")] == expected

@@ -77,6 +77,13 @@ void Block::wait_until_equal(const unsigned* address, unsigned value) {
   switch_to(next());
 }
 
+// Acquires what brought the semaphore to the value that is returned: what it is now or, as a load may come early, what
+// it was a release before.
+unsigned Block::look(const unsigned* address) {
+  begin_semaphores();
+  return grid.semaphores.look(address, random_ >> 40 & 1, *waits_, current->tid, current->clock.known);
+}
+
 // Has the semaphore that a thread waits for the value?
 bool Block::acquires(Fiber& fiber) {
   unsigned latest = 0;

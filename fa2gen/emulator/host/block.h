@@ -175,6 +175,7 @@ class Block {
   void add(float* address, float value, const char* what);
   void release_add(unsigned* address, unsigned value);
   void wait_until_equal(const unsigned* address, unsigned value);
+  unsigned look(const unsigned* address);
 
   // Lands the copies of a thread up to the given batch, or those that cp_async_wait covers.
   template <class Covered>

@@ -67,6 +67,11 @@ inline void wait_until_equal(gptr<u32> p, u32 value, EMULATOR_SITE) {
   emulator::wait_until_equal(p.address, value, site);
 }
 inline void release_add(gptr<u32> p, u32 value, EMULATOR_SITE) { emulator::release_add(p.address, value, site); }
+inline u32 look_and_release_add(gptr<u32> p, gptr<u32> released, u32 value, EMULATOR_SITE) {
+  const u32 seen = emulator::look(p.address, site);
+  if (released.address) emulator::release_add(released.address, value, site);
+  return seen;
+}
 
 // ---- Asynchronous copies
 

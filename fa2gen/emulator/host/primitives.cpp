@@ -79,6 +79,11 @@ void wait_until_equal(const unsigned* address, unsigned value, Site site) {
   block.global.check_wait(address, "wait_until_equal reads", block.recent_buffer);
   block.wait_until_equal(address, value);
 }
+unsigned look(const unsigned* address, Site site) {
+  Block& block = enter(site);
+  block.global.check_wait(address, "look_and_release_add reads", block.recent_buffer);
+  return block.look(address);
+}
 
 // ---- Asynchronous copies land at the wait, as late as the rules allow; until then their target holds NaN.
 

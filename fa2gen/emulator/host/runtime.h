@@ -38,6 +38,7 @@ void atomic_add(float* address, float value, Site site);
 void atomic_add(unsigned* address, unsigned value, Site site);
 void atomic_add4(float* address, const float (&values)[4], Site site);
 void wait_until_equal(const unsigned* address, unsigned value, Site site);
+unsigned look(const unsigned* address, Site site);
 void release_add(unsigned* address, unsigned value, Site site);
 
 void cp_async16(unsigned dst, const void* src, int valid_bytes, Site site);

@@ -8,10 +8,11 @@ namespace emulator {
 
 void Semaphores::release(unsigned* address, unsigned value, Release release) {
   std::lock_guard<std::mutex> lock(mutex_);
-  const Release*& newest = newest_[address];
-  release.previous = newest;
-  release.latest_block = newest ? std::max(newest->latest_block, release.block) : release.block;
-  newest = &releases_.emplace_back(std::move(release));
+  const Release*& last = newest_[address];
+  release.value = value;
+  release.previous = last;
+  release.latest_block = last ? std::max(last->latest_block, release.block) : release.block;
+  last = &releases_.emplace_back(std::move(release));
   __atomic_fetch_add(address, value, __ATOMIC_RELAXED);
   wake();
 }
@@ -20,24 +21,47 @@ bool Semaphores::acquire(const unsigned* address, unsigned value, Waits& waits, 
                          unsigned* latest_block) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (__atomic_load_n(address, __ATOMIC_RELAXED) != value) return false;
+  const Release* release = newest(address);
+  *latest_block = release ? release->latest_block : 0;
+  acquire(release, waits, tid, known);
+  return true;
+}
+
+unsigned Semaphores::look(const unsigned* address, bool late, Waits& waits, unsigned tid, Knowledge& known) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const Release* release = newest(address);
+  unsigned value = __atomic_load_n(address, __ATOMIC_RELAXED);
+  if (late && release) {
+    value -= release->value;
+    release = release->previous;
+  }
+  acquire(release, waits, tid, known);
+  return value;
+}
+
+const Release* Semaphores::newest(const unsigned* address) const {
   const auto found = newest_.find(address);
-  *latest_block = found == newest_.end() ? 0 : found->second->latest_block;
-  if (found == newest_.end()) return true;
+  return found == newest_.end() ? nullptr : found->second;
+}
+
+void Semaphores::acquire(const Release* release, Waits& waits, unsigned tid, Knowledge& known) {
+  if (!release) return;
   size_t place = 0;
   while (place < waits.threads.size() && waits.threads[place].tid != tid) place++;
   if (place == waits.threads.size()) waits.threads.push_back({tid, {}});
   auto& acquired = waits.threads[place].acquired;
-  acquired.push_back(found->second);
+  acquired.push_back(release);
   known.raise_waits(place, uint32_t(acquired.size()));
-  return true;
 }
 
 bool Semaphores::ordered(const Waits& waits, const Knowledge& known, unsigned block, unsigned tid, uint32_t epoch) {
   auto is_it = [&](const Release& release) { return release.block == block && release.covers(tid, epoch); };
-  // Nearly always it is the newest release that a thread of this block has acquired.
+  // Nearly always it is one of the newest releases that a thread of this block has acquired: a lane that speaks for its
+  // block looks a tile ahead.
   for (size_t i = 0; i < waits.threads.size(); i++) {
     const uint32_t count = known.waits(i);
-    if (count && is_it(*waits.threads[i].acquired[count - 1])) return true;
+    for (uint32_t k = count; k > 0 && k + 3 > count; k--)
+      if (is_it(*waits.threads[i].acquired[k - 1])) return true;
   }
   std::lock_guard<std::mutex> lock(mutex_);
   std::unordered_set<const Release*> seen;

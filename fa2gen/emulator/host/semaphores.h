@@ -32,6 +32,7 @@ struct Release {
   std::vector<uint32_t> clock;  // its warp's
   ThreadClock own;
   const Waits* waits;  // of its block
+  unsigned value = 0;  // what it adds
   const Release* previous = nullptr;  // of the same semaphore
   unsigned latest_block = 0;  // the largest number of a block that has released the semaphore up to now
 
@@ -61,6 +62,9 @@ class Semaphores {
   // largest number of a block that has brought the word there, 0 for none.
   bool acquire(const unsigned* address, unsigned value, Waits& waits, unsigned tid, Knowledge& known,
                unsigned* latest_block);
+  // Acquires the word's releases, and returns its value, whatever it is. With `late` the newest release has not
+  // arrived.
+  unsigned look(const unsigned* address, bool late, Waits& waits, unsigned tid, Knowledge& known);
   // Was the access of a thread of another block acquired by one who has these waits and knows of some of them?
   bool ordered(const Waits& waits, const Knowledge& known, unsigned block, unsigned tid, uint32_t epoch);
   // A release that such a one has acquired and that does not cover the access, because the warp of both has not
@@ -82,6 +86,10 @@ class Semaphores {
   void stop();
 
  private:
+  // The word's newest release, null if there is none. The mutex is locked, here and below.
+  const Release* newest(const unsigned* address) const;
+  // The thread acquires a release, null for none, and those of its semaphore before it.
+  void acquire(const Release* release, Waits& waits, unsigned tid, Knowledge& known);
   void wake() {
     version_++;
     sleeping_ = 0;  // they look again
