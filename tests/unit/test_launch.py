@@ -108,7 +108,7 @@ def test_section_products_stay_in_32_bits():
 @pytest.mark.parametrize(
     ("batch", "seqlen", "causal", "deterministic", "expected"),
     [
-        # Half of 60 MiB of L2 holds Q, dO and sums of dQ of 7 heads of 4096 rows of 128 columns; 8 make 8 equal sections.
+        # Half of 60 MiB of L2 holds Q, dO and sums of dQ of 7 heads of 4096 rows of 128; 8 make 8 equal sections.
         (4, 4096, False, False, 8),
         # With a causal mask 15, of which half is in use; 16 make 4.
         (4, 4096, True, False, 16),
