@@ -214,10 +214,11 @@ def bwd_plan(
     return LaunchPlan(launches, tuple(Workspace(name, _rounded(size, 256)) for name, size in sizes.items()))
 
 
-# Heads at a time whose key blocks add in order, at least: so many that few blocks of one head are under way, each of
-# which waits for the one before. H200, d 128, 4096 tokens, relative to no order: 7 heads 0.94, 30 heads 0.98; causal 15
-# heads 0.96, 60 heads 1.03. Twice as many again lose 2 % of 1024 tokens, whose sums no longer stay in L2.
-_ORDERED_HEADS = {False: 32, True: 64}
+# Head dims' worth of heads at a time, at least, whose key blocks add in order: so many that few blocks of one head are
+# under way, each of which waits for the one before, and so few that their sums do not crowd each other out of L2. H200,
+# 4096 tokens, relative to no order: d 128, 7 heads 0.94, 13 to 32 heads 0.98; d 256, 3 heads 0.86, 7 to 11 heads 0.92,
+# 16 heads 0.85; causal d 128, 7 heads 0.89, 22 heads 1.00, 32 heads 1.03; d 256, 7 heads 0.80, 16 heads 0.93.
+_ORDERED_COLUMNS = {False: 2048, True: 8192}
 
 
 def _backward_section(spec: KernelSpec, problem: Problem, l2_bytes: int) -> int:
@@ -227,7 +228,7 @@ def _backward_section(spec: KernelSpec, problem: Problem, l2_bytes: int) -> int:
     """
     heads = l2_bytes // 2 // max(1, problem.seqlen_q * spec.native_head_dim * (2 * 2 + 4))
     heads *= 2 if spec.causal else 1
-    return max(heads, _ORDERED_HEADS[spec.causal]) if spec.deterministic else heads
+    return max(heads, _ORDERED_COLUMNS[spec.causal] // spec.native_head_dim) if spec.deterministic else heads
 
 
 def _even_section(heads: int, section: int, most: int) -> int:
