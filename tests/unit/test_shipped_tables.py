@@ -117,7 +117,7 @@ def _run_gradients(entry: TunedEntry, q: torch.Tensor, k: torch.Tensor, v: torch
     out, dout = torch.empty_like(q), torch.empty_like(q)
     lse = torch.empty(p.batch, p.num_heads_q, p.seqlen_q, dtype=torch.float32)
     options = plan.gradient_options(spec.causal, None, spec.deterministic, "auto", None)
-    gradients(options, dout, None, q, k, v, out, lse)
+    gradients(options, dout, None, (q, k, v, out, lse))
     assert FakeKernel.launched[-3:] == 3 * [(spec, entry.config)]
 
 
