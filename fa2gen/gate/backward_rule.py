@@ -8,6 +8,8 @@ plain16 is the same formula with S, P, O, dP and dS rounded (:func:`fa2gen.refer
 no limit: the true dq of a row with one visible key, or whose weight lies on one key, is zero, and its plain error may
 be zero by chance. ``roundoff`` is the size of what a kernel cannot avoid (:mod:`fa2gen.gate.roundoff`).
 
+Numbers below 2^-126 are zeros to a GPU's float32 sums, each term of which may lose as much.
+
 Roundings are independent, so ``roundoff`` is a root of summed squares. The worst case, a sum of absolute values with
 |dP| and |D| as sums of absolute products, would be no limit either, as dS has either sign: at head_dim 128 in bf16,
 times 3 u, it is 57 % of a row of dq over 1025 keys and 105 % over 4096; gradients that are 5 % off passed, and at
@@ -29,6 +31,9 @@ from .roundoff import backward_roundoff
 from .rule import UNIT_ROUNDOFF, GateReport, error_ratio, form, largest, plain_error, refused
 
 GRADIENTS = ("dq", "dk", "dv")
+
+# A GPU's additions to float32 in global memory, and its exp2, take what is smaller for zero. bf16 reaches as far down.
+FLUSHED = 2.0**-126
 
 
 def check_backward(
@@ -100,10 +105,13 @@ def _ratios(
         for compute in (attention_backward, plain16_backward, backward_roundoff)
     )
     unit, least = UNIT_ROUNDOFF[inputs[0].dtype], torch.finfo(inputs[0].dtype).smallest_normal
+    q, k = inputs[:2]
+    terms = (k.shape[1], *[q.shape[1] * q.shape[2] // k.shape[2]] * 2)
     ratios = []
-    for grad, ref, plain, roundoff in zip(grads, refs, plains, roundoffs, strict=True):
+    for grad, ref, plain, roundoff, summed in zip(grads, refs, plains, roundoffs, terms, strict=True):
         largest_ref = ref.abs().amax(-1)
-        rounding = roundoff.amax(-1) + torch.where(largest_ref > 0, unit * largest_ref.clamp(min=least), 0.0)
+        tiny = unit * largest_ref.clamp(min=least) + summed * FLUSHED
+        rounding = roundoff.amax(-1) + torch.where(largest_ref > 0, tiny, 0.0)
         ratios.append(
             error_ratio((grad.double() - ref).abs().amax(-1), 3 * torch.maximum(plain_error(plain, ref), rounding))
         )

@@ -195,6 +195,21 @@ def test_probabilities_below_float32_may_count_as_zero(dtype: str) -> None:
         assert report.passed, report.text
 
 
+@pytest.mark.parametrize(("score", "passes"), [(-87.0, True), (-80.0, False)])
+def test_terms_below_float32_may_be_lost(score: float, passes: bool) -> None:
+    """Eight heads add e^score dO to a row of dv. e^-87 = 1.4 * 2^-126: where |dO| is smaller, so is the term."""
+    q = torch.zeros(1, 1, 8, 8, dtype=torch.bfloat16)
+    q[..., 0] = 1
+    k, v = torch.zeros(2, 1, 2, 1, 8, dtype=torch.bfloat16)
+    k[0, 1, 0, 0] = score
+    do = torch.randn(1, 1, 8, 8, generator=torch.Generator().manual_seed(2)).bfloat16()
+    grads = attention_backward(q, k, v, do, causal=False, softmax_scale=1.0)
+    terms = math.exp(score) * do[0, 0].double()
+    grads[2][0, 1, 0] = torch.where(terms.abs() < 2.0**-126 * math.exp(score + 87), 0.0, terms).sum(0)
+    report = check_backward([x.bfloat16() for x in grads], q, k, v, do, causal=False, softmax_scale=1.0)
+    assert report.passed is passes, report.text
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_large_logits_are_judged_by_what_float32_knows(dtype: str) -> None:
     """|LSE| of about 1e4 in fp16 and 1e5 in bf16: a float32 exponent is off by up to 1 %, not by 25 %."""
