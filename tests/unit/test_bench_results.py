@@ -56,13 +56,9 @@ def test_readme_s_figures_of_fp16() -> None:
 
 
 def test_readme_s_figures_of_the_host() -> None:
-    def us(name: str) -> list[float]:
-        outcomes = [row.outcomes[name] for row in host]
-        return [outcome.median for outcome in outcomes if isinstance(outcome, Timing)]
-
-    host = read(ROOT / "benchmarks" / "results" / "h200_forward_bf16.json").host
-    assert [row.stream for row in host] == ["default", "side"]
-    (own, own_side), (other, other_side) = us(OWN), us("fa2")
+    found = read(ROOT / "benchmarks" / "results" / "h200_forward_bf16.json")
+    assert [row.stream for row in found.host] == ["default", "side"]
+    (own, own_side), (other, other_side) = _us(found, OWN), _us(found, "fa2")
     text = f"{own:.1f} µs on the default stream and {own_side:.1f} µs on another, where SDPA takes {other:.1f} and"
     assert f"{text} {other_side:.1f} µs" in README
 
@@ -76,3 +72,31 @@ def test_readme_s_figures_of_repairs() -> None:
     assert f"is computed again runs at {every} × the same config" in README
     assert f"one in a hundred is at {some} ×" in README
     assert f"nothing is repeated, and it is {none} ×" in README
+
+
+def test_readme_s_figures_of_the_backward() -> None:
+    found = read(ROOT / "benchmarks" / "results" / "h200_backward_bf16.json")
+    for line in _table(found):
+        assert line in README, f"README lacks {line}"
+    fa2, cudnn, ordered = summarise(found.rows, ["fa2", "cudnn", "deterministic"])
+    (default, _), (own, other) = found.host, [_us(found, name)[0] for name in (OWN, "fa2")]
+    assert default.stream == "default"
+    for text in (
+        f"{fa2.geomean:.2f} × FlashAttention-2's backward over these {fa2.cells} cells, {fa2.worst:.2f} in the worst, "
+        f"and {cudnn.geomean:.2f} × cuDNN's",
+        f"variant runs at {1 / ordered.geomean:.2f} × the speed, "
+        f"{min(1 / row.ratio('deterministic') for row in found.rows):.2f} in its worst cell",
+        f"costs the CPU {own:.0f} µs on the default stream, SDPA's {other:.0f} µs in the same run",
+    ):
+        assert text in README, f"README lacks: {text}"
+
+
+def test_readme_s_figures_of_both_passes() -> None:
+    fa2, _ = summarise(read(ROOT / "benchmarks" / "results" / "h200_step_bf16.json").rows, ["fa2", "cudnn"])
+    assert f"together: {fa2.geomean:.2f} × over {fa2.cells} cells" in README
+
+
+def _us(found: Benchmark, name: str) -> list[float]:
+    """Host time by stream."""
+    outcomes = [row.outcomes[name] for row in found.host]
+    return [outcome.median for outcome in outcomes if isinstance(outcome, Timing)]
