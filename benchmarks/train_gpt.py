@@ -69,7 +69,7 @@ def cli() -> None:
 @click.option(
     "--seeds",
     type=_POSITIVE,
-    default=3,
+    default=5,
     show_default=True,
     metavar="N",
     help="Seeds of flash, or of another of torch's attentions without it; the rest run the first. A verdict needs 3.",

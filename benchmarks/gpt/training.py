@@ -20,7 +20,7 @@ from .model import GPT, Attention, Shape
 from .text import Batches
 
 PRECISION = "bf16 weights and gradients, float32 master weights and AdamW moments"
-_PEAK_RATE, _LAST_RATE, _RATE_WARMUP = 3e-4, 3e-5, 20
+_LAST_RATE, _RATE_WARMUP = 0.1, 20  # of the peak; steps
 _BETAS, _WEIGHT_DECAY, _CLIP = (0.9, 0.95), 0.1, 1.0
 # Reading a loss waits for the GPU, which then idles until the next step is issued: seldom.
 _STEPS_PER_REPORT = 10
@@ -56,7 +56,7 @@ class MasterAdamW:
             {"params": [x for x in self._masters if x.dim() > 1], "weight_decay": _WEIGHT_DECAY},
             {"params": [x for x in self._masters if x.dim() <= 1], "weight_decay": 0.0},
         ]
-        self._adamw = torch.optim.AdamW(groups, lr=_PEAK_RATE, betas=_BETAS, fused=True)
+        self._adamw = torch.optim.AdamW(groups, betas=_BETAS, fused=True)
 
     def step(self, rate: float) -> None:
         """Update the weights from their gradients, which are dropped."""
@@ -73,12 +73,12 @@ class MasterAdamW:
                 weight.copy_(master)
 
 
-def learning_rate(step: int, steps: int) -> float:
-    """Up from near 0 in a straight line, down to a tenth along a cosine."""
+def learning_rate(step: int, steps: int, peak: float) -> float:
+    """Up from near 0 to the peak in a straight line, down to a tenth along a cosine."""
     if step < _RATE_WARMUP:
-        return _PEAK_RATE * (step + 1) / _RATE_WARMUP
+        return peak * (step + 1) / _RATE_WARMUP
     share = (step - _RATE_WARMUP) / max(1, steps - _RATE_WARMUP)
-    return _LAST_RATE + (_PEAK_RATE - _LAST_RATE) * 0.5 * (1 + math.cos(math.pi * share))
+    return peak * (_LAST_RATE + (1 - _LAST_RATE) * 0.5 * (1 + math.cos(math.pi * share)))
 
 
 class _Laps:
@@ -143,7 +143,7 @@ def train(
         for step in range(len(batches)):
             loss = forward(*batches[step])
             loss.backward()
-            optimizer.step(learning_rate(step, len(batches)))
+            optimizer.step(learning_rate(step, len(batches), shape.peak_rate))
             losses[step] = loss.detach()
             laps.lap()
             if (step + 1) % _STEPS_PER_REPORT == 0 or step + 1 == len(batches):

@@ -26,11 +26,11 @@ def test_losses_agree(shape: str, tmp_path: Path, capsys: pytest.CaptureFixture[
     runs = read_csv(tmp_path.glob("*.csv"))
     assert [(run.attention, run.seed) for run in runs] == [
         ("fa2gen", 0),
-        *[("flash", seed) for seed in range(3)],
+        *[("flash", seed) for seed in range(5)],
         ("math", 0),
     ]
     for run in runs:
-        # From ln 256 = 5.5 and the noise of fresh weights to less than the frequencies of bytes give.
+        # From ln 256 = 5.5 and the noise of fresh weights most of the way to what the frequencies of bytes give.
         assert run.losses[0] == pytest.approx(5.9, abs=0.8)
-        assert run.losses[-1] < 3.5
+        assert run.losses[-1] < 4
         assert run.tokens_per_s > 10_000
