@@ -38,9 +38,9 @@ class Shape:
 
 
 SHAPES = {"1.3b": Shape(2048, 16, 2e-4), "2.7b": Shape(2560, 32, 1.6e-4), "tiny": Shape(32, 2, 3e-4)}
-"""Table 2.1 of the GPT-3 paper, its learning rates too, and one for a test. With a rate of 3e-4 roundings alone moved the
-2.7B's losses as far as another seed did, torch's math formula's too. The paper's 24 heads of 128 for the 1.3B do not
-make up its hidden size of 2048: implementations have 16."""
+"""Table 2.1 of the GPT-3 paper, its learning rates too, and one for a test. With a rate of 3e-4 roundings alone moved
+the 2.7B's losses as far as another seed did, torch's math formula's too. The paper's 24 heads of 128 for the 1.3B do
+not make up its hidden size of 2048: implementations have 16."""
 
 
 @dataclass(frozen=True)
