@@ -69,6 +69,14 @@ def _run(kernel: EmulatedKernel, name: str, grid: int = 1, **options: object) ->
     return out, run(kernel, probe_launch(list(BODIES).index(name), grid), buffers, **options)
 
 
+def _copy_entry(kernel: EmulatedKernel, root: Path, name: str | None = None) -> Path:
+    """Copies an entry of the cache that holds ``kernel``, by default the runtime: to build it takes 20 s of a core."""
+    name = name or f"runtime-{builder._runtime_key(find_host_compiler())}"
+    (root / "emulator").mkdir(0o700, parents=True)
+    root.chmod(0o700)
+    return shutil.copytree(kernel.program.parents[1] / name, root / "emulator" / name)
+
+
 def test_second_build_comes_from_the_cache(kernel: EmulatedKernel) -> None:
     again = build(probe_source(BODIES, "host"))
     assert again.from_cache
@@ -100,10 +108,14 @@ def test_world_writable_cache_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
         build(probe_source(BODIES, "host"))
 
 
-def test_folder_of_any_name_and_relative(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_of_any_name_and_relative(
+    tmp_path: Path, kernel: EmulatedKernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
+    _copy_entry(kernel, tmp_path / "kernels of Müller's [1]")
     monkeypatch.setenv("FA2GEN_CACHE_DIR", "kernels of Müller's [1]")
     built = build(probe_source(BODIES, "host"))
+    assert not built.from_cache
     assert built.program.is_absolute()
     assert built.program.is_relative_to(tmp_path / "kernels of Müller's [1]" / "emulator")
     _run(built, "write")
@@ -112,36 +124,40 @@ def test_folder_of_any_name_and_relative(tmp_path: Path, monkeypatch: pytest.Mon
     assert cache_dir() == tmp_path / "home cache" / "emulator"
 
 
-def test_incomplete_entries_are_built_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_incomplete_entries_are_built_again(
+    tmp_path: Path, kernel: EmulatedKernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime = _copy_entry(kernel, tmp_path)
     monkeypatch.setenv("FA2GEN_CACHE_DIR", str(tmp_path))
-    tmp_path.chmod(0o700)
     built = build(probe_source(BODIES, "host"))
-    (runtime,) = (tmp_path / "emulator").glob("runtime-*")
     program = bytearray(built.program.read_bytes())
     program[len(program) // 2] ^= 1
     built.program.write_bytes(bytes(program))
     (runtime / "main.cpp.o").unlink()
+    compiled, run_compiler = [], builder._run_compiler
+
+    def compiler(command: list[str], folder: Path, what: str) -> None:
+        compiled.append(command[-1])
+        if "-c" in command:  # the runtime: the objects that g++ made of it before
+            shutil.copy(kernel.program.parents[1] / runtime.name / command[-1], folder)
+        else:
+            run_compiler(command, folder, what)
+
+    monkeypatch.setattr(builder, "_run_compiler", compiler)
     with pytest.warns(RuntimeWarning, match="damaged") as caught:
         again = build(probe_source(BODIES, "host"))
     assert len(caught) == 2
+    assert sorted(compiled) == sorted([*(f"{name}.o" for name in builder.RUNTIME_SOURCES), builder.PROGRAM])
     assert not again.from_cache
     _run(again, "write")
     assert build(probe_source(BODIES, "host")).from_cache
     assert not list((tmp_path / "tmp").iterdir())
 
 
-def _copy_entries(kernel: EmulatedKernel, root: Path, pattern: str) -> None:
-    """Copies entries of the cache that holds ``kernel``: building the runtime takes seconds."""
-    root.chmod(0o700)
-    for folder in kernel.program.parents[1].glob(pattern):
-        shutil.copytree(folder, root / "emulator" / folder.name)
-    (root / "emulator").chmod(0o700)
-
-
 def test_program_in_use_is_not_cleaned_up(
     tmp_path: Path, kernel: EmulatedKernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _copy_entries(kernel, tmp_path, kernel.program.parent.name)
+    _copy_entry(kernel, tmp_path, kernel.program.parent.name)
     monkeypatch.setenv("FA2GEN_CACHE_DIR", str(tmp_path))
     built = build(probe_source(BODIES, "host"))
     result = admin.collect(tmp_path, max_bytes=0)
@@ -153,23 +169,35 @@ def test_program_in_use_is_not_cleaned_up(
 
 
 def test_processes_build_one_kernel_at_once(tmp_path: Path) -> None:
-    tmp_path.chmod(0o700)
-    code = (
-        "from tests.primitive_kernels import probe_source; from fa2gen.emulator import build;"
-        "print(build(probe_source({'write': '  st_global(p.out + tid, u32(tid));'}, 'host')).program)"
-    )
-    environment = {**os.environ, "FA2GEN_CACHE_DIR": str(tmp_path)}
+    cache, log = tmp_path / "cache", tmp_path / "log"
+    code = """
+import sys, time
+from tests.primitive_kernels import probe_source
+from fa2gen.emulator import build, builder
+def compiler(command, folder, what):  # one that is slow, but needs no core
+    with open(sys.argv[1], "a") as log:
+        log.write(command[-1] + "\\n")
+    time.sleep(1)
+    (folder / command[-1]).write_text("program")
+builder._run_compiler = compiler
+print(build(probe_source({'write': '  st_global(p.out + tid, u32(tid));'}, 'host')).program)
+"""
+    environment = {**os.environ, "FA2GEN_CACHE_DIR": str(cache)}
     started = [
-        subprocess.Popen([sys.executable, "-c", code], env=environment, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(log)], env=environment, cwd=ROOT, stdout=subprocess.PIPE, text=True
+        )
         for _ in range(3)
     ]
     programs = {process.communicate(timeout=120)[0].strip() for process in started}
     assert [process.returncode for process in started] == [0, 0, 0]
     assert len(programs) == 1
     assert os.access(programs.pop(), os.X_OK)
-    assert sorted(path.name.split("-")[0] for path in (tmp_path / "emulator").iterdir()) == ["kernel", "runtime"]
-    assert not list((tmp_path / "tmp").iterdir())
-    assert not list((tmp_path / "locks").iterdir())
+    # Each file once, by whoever came first.
+    assert sorted(log.read_text().split()) == sorted([*(f"{x}.o" for x in builder.RUNTIME_SOURCES), builder.PROGRAM])
+    assert sorted(path.name.split("-")[0] for path in (cache / "emulator").iterdir()) == ["kernel", "runtime"]
+    assert not list((cache / "tmp").iterdir())
+    assert not list((cache / "locks").iterdir())
 
 
 def test_program_that_is_open_for_writing_for_a_moment(kernel: EmulatedKernel, tmp_path: Path) -> None:
@@ -186,7 +214,7 @@ def test_program_that_is_open_for_writing_for_a_moment(kernel: EmulatedKernel, t
 def test_what_cannot_be_stored_runs_from_a_temporary_folder(
     tmp_path: Path, kernel: EmulatedKernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _copy_entries(kernel, tmp_path, "runtime-*")
+    _copy_entry(kernel, tmp_path)
     monkeypatch.setenv("FA2GEN_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(location, "_warned", set())
     monkeypatch.setattr(builder, "_kept_programs", {})
