@@ -156,6 +156,7 @@ def test_BL_151_a_gate_that_crashes_says_nothing_of_the_results(rooms, tmp_path,
     assert winner.num_warps == fast.num_warps
 
 
+@pytest.mark.usefixtures("one_thread")
 def test_BL_152_a_fast_but_wrong_config_never_wins(rooms, tmp_path):
     """Configs that skip a ragged last key tile are the fastest; the real gate, on its real cases, finds them out."""
 
