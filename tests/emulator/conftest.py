@@ -1,9 +1,9 @@
-"""Runs kernels with a seeded bug through the gate."""
+"""How kernels are built for these tests, and what runs those with a seeded bug through the gate."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import pytest
 import torch
@@ -15,6 +15,21 @@ from fa2gen.gate import GateCase, GateReport, backward_cases, forward_cases, run
 from fa2gen.spec import BwdConfig, Config, FwdConfig, KernelSpec
 
 Mutate = Callable[..., None]
+
+# Test modules whose kernels are built as a user's are.
+USERS_BUILDS = {"test_build_and_run.py", "test_gate.py", "test_verify_backward.py"}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_builds(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Builds kernels with -O0: most run once or twice, and a forward kernel takes 0.4 s of a core so, 1.4 s with -O1.
+
+    Not those of ``USERS_BUILDS``, among them two dozen cases of each kernel of a covering set.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        if request.path.name not in USERS_BUILDS:
+            patch.setattr(builder, "KERNEL_FLAGS", (*builder.KERNEL_FLAGS, "-O0"))
+        yield
 
 
 @pytest.fixture
@@ -32,8 +47,6 @@ def mutate(monkeypatch: pytest.MonkeyPatch) -> Mutate:
             return dataclasses.replace(source, text=source.text.replace(old, new))
 
         monkeypatch.setattr(launches, "render_kernel", render)
-        # What is built for a run or two: a forward kernel takes 0.4 s of a core so, and 1.4 s with -O1.
-        monkeypatch.setattr(builder, "KERNEL_FLAGS", (*builder.KERNEL_FLAGS, "-O0"))
 
     return replace
 
