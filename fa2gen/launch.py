@@ -124,7 +124,8 @@ def bwd_plan(
     *,
     strides: Mapping[str, tuple[int, int, int]],
     softmax_scale: float,
-    l2_bytes: int,
+    l2_bytes: int = 0,
+    section: int | None = None,
 ) -> LaunchPlan:
     """Plan of one backward call: D and cleared sums, then the gradients, then the sums' conversion.
 
@@ -135,6 +136,8 @@ def bwd_plan(
             (batch, row, head).
         softmax_scale: At least 0; log2(e) times it is finite in float32.
         l2_bytes: The chip's L2, for the order of the blocks; any value is right.
+        section: Heads (those with blocks of their own) whose blocks start together, at most all; None: as many as suit
+            the chip.
 
     Returns:
         The launches. Their pointer fields carry the names of tensors (``q``, ``k``, ``v``, ``o``, ``dout``, ``lse``,
@@ -181,7 +184,9 @@ def bwd_plan(
         padded_seqlen_q=padded_q,
         num_row_blocks=row_blocks,
     )
-    section = max(1, min(heads, _backward_section(spec, problem, l2_bytes), _MAX_INT // num_n_blocks))
+    if section is None:
+        most = max(1, min(heads, _MAX_INT // num_n_blocks))
+        section = _even_section(heads, max(1, min(_backward_section(spec, problem, l2_bytes), most)), most)
     row_bytes = {tensor: strides[tensor][1] * 2 for tensor in ("q", "dout")}
     main = BWD_PARAMS.pack(
         **_named_strides(strides, "q", "k", "v", "dout", "dk", "dv"),
@@ -193,7 +198,7 @@ def bwd_plan(
         seqlen_k=problem.seqlen_k,
         num_m_blocks=num_m_blocks,
         num_n_blocks=num_n_blocks,
-        heads_per_section=_even_section(heads, section, _MAX_INT // num_n_blocks),
+        heads_per_section=section,
         softmax_scale=softmax_scale,
         scale_log2=_scale_log2(softmax_scale),
     )
@@ -236,7 +241,7 @@ def _even_section(heads: int, section: int, most: int) -> int:
 
     At the end of a section SMs idle; of large ones, which lack little, not all sizes are looked at.
     """
-    sizes = range(section, max(section, min(section + section // 2, section + 64, heads, most)) + 1)
+    sizes = range(section, min(section + section // 2, section + 64, most) + 1)
     return min(sizes, key=lambda size: (-heads % size, size))
 
 

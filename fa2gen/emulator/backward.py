@@ -87,7 +87,7 @@ def run_backward(
         problem,
         strides={name: used_strides(tensor) for name, tensor in (*inputs.items(), *gradients.items())},
         softmax_scale=softmax_scale,
-        l2_bytes=_l2_bytes(spec, config, problem),
+        section=_section(config, problem),
     )
     outputs = {name: tensor_buffer(name, gradient, output=True) for name, gradient in gradients.items()}
     floats = {"lse": lse, "dlse": dlse}
@@ -112,10 +112,10 @@ def run_backward(
     return gradients["dq"], gradients["dk"], gradients["dv"], counters
 
 
-def _l2_bytes(spec: KernelSpec, config: BwdConfig, problem: Problem) -> int:
-    """An L2 whose half holds Q, dO and the sums of dQ of two thirds of the heads that a section counts.
+def _section(config: BwdConfig, problem: Problem) -> int:
+    """Two thirds of the heads, so that there are two sections, the second smaller.
 
-    So there are two sections, the second smaller; the order of the blocks depends on it, results hardly do.
+    The order of the blocks depends on it, results hardly do.
     """
     heads = problem.num_heads_q if config.split_heads else problem.num_heads_k
-    return 2 * -(-2 * problem.batch * heads // 3) * problem.seqlen_q * spec.native_head_dim * 8
+    return -(-2 * problem.batch * heads // 3)

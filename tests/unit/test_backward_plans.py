@@ -6,6 +6,7 @@ import contextlib
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from fa2gen.runtime import attention, describe, plan, reset, warmup
 from fa2gen.runtime.backward import gradients
 from fa2gen.runtime.warmup import gate_kernel
 from fa2gen.spec import BwdConfig, FwdConfig, KernelSpec
+from fa2gen.tables import store
 from tests.runtime_fakes import FakeDevice
 from tests.runtime_fakes import call_inputs as _inputs
 from tests.runtime_fakes import unpacked as _unpacked
@@ -30,7 +32,10 @@ KERNELS = ("bwd_preprocess", "bwd", "bwd_postprocess")
 
 
 @pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevice]:
+def device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeDevice]:
+    """A GPU for which no table says anything."""
+    monkeypatch.setenv("FA2GEN_TABLES_DIR", str(tmp_path / "tables"))
+    monkeypatch.setattr(store, "package_dir", lambda: tmp_path / "package")
     for name in ("describe", "warmup"):
         monkeypatch.setattr(sys.modules[f"fa2gen.runtime.{name}"], "device_gpu", lambda index: get_gpu("a100"))
     reset()
