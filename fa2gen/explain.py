@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .codegen import PARAMS, render_kernel, template_hash
 from .compile import CompiledKernel, compile_kernel
@@ -25,7 +25,7 @@ from .roofline import (
     standard_traffic,
     uncached_traffic,
 )
-from .spec import CONFIGS, BwdConfig, Config, FwdConfig, KernelSpec
+from .spec import CONFIGS, BwdConfig, Config, KernelSpec
 from .tables import Match, TunedEntry, lookup
 from .tables.merge import is_current
 from .tables.store import cached_table, search_dirs, table_path
@@ -67,8 +67,12 @@ class Memory:
         tiled: Each byte of the kernel's tensors once.
         uncached: What the kernel reads again all from memory.
         reread_bytes: What blocks read again of one head: K and V, or of a backward Q, dO and the sums of dQ.
-        heads_per_section: Heads (those with blocks of their own) that the grid works on at a time, so that this stays
-            in half of L2.
+        heads_per_section: Heads (those with blocks of their own) that the grid works on at a time.
+        heads_by_l2: As many as suit L2 alone; a fixed order of a backward's sums may ask for more.
+        section_bytes: ``reread_bytes`` of the heads at a time; of a forward the most of any section.
+        used_share: Share of them that blocks are at on average; less than 1 in a backward with a causal mask.
+        tail_bytes: K and V that the short half of a causal forward's query blocks reads at most, of all heads together
+            after all sections; 0 without one.
     """
 
     standard: Traffic
@@ -76,12 +80,21 @@ class Memory:
     uncached: Traffic
     reread_bytes: int
     heads_per_section: int
+    heads_by_l2: int
+    section_bytes: int
+    used_share: float
+    tail_bytes: int
     l2_bytes: int
 
     @property
+    def used_bytes(self) -> int:
+        """What blocks read again at a time, on average."""
+        return round(self.section_bytes * self.used_share)
+
+    @property
     def l2_serves(self) -> bool:
-        """What a head's blocks read again fits in half of L2: it comes from there, and ``tiled`` is what to expect."""
-        return 2 * self.reread_bytes <= self.l2_bytes
+        """What blocks read again at a time fits in L2: it comes from there, and ``tiled`` is what to expect."""
+        return max(self.used_bytes, self.tail_bytes) <= self.l2_bytes
 
 
 @dataclass(frozen=True)
@@ -280,23 +293,53 @@ def _why(match: Match, spec: KernelSpec, gpu: Gpu, bucket: str) -> str:
 
 
 def _memory(spec: KernelSpec, config: Config, problem: Problem, gpu: Gpu, plan: LaunchPlan) -> Memory:
-    head = 2 * BYTES_PER_ELEMENT * problem.seqlen_k * spec.head_dim
+    section = by_l2 = _param(plan, spec, "heads_per_section")
+    share, tail_bytes = 1.0, 0
     if isinstance(config, BwdConfig):
         # Q and dO, and sums in float32; of a group's heads that share blocks, those of one at a time.
         head = problem.seqlen_q * (2 * BYTES_PER_ELEMENT * spec.head_dim + 4 * spec.native_head_dim)
-    params = PARAMS[spec.kind]
-    values = struct.unpack(params.format, _main_launch(plan, spec).params)
-    section = values[[field.name for field in params.fields].index("heads_per_section")]
-    # A forward counts query heads, also where it packs those of a group.
-    packed = packed_heads(spec, config) if isinstance(config, FwdConfig) else 1
+        section_bytes = section * head
+        # The heads' blocks of the same keys start together, and read the queries that see these.
+        share = problem.visible_pairs(spec.causal) / (problem.seqlen_q * problem.seqlen_k)
+        if spec.deterministic:
+            unordered = replace(spec, deterministic=False)
+            by_l2 = _param(_plan(unordered, config, problem, gpu), unordered, "heads_per_section")
+    else:
+        head = 2 * BYTES_PER_ELEMENT * problem.seqlen_k * spec.head_dim
+        # A forward counts query heads, also where it packs those of a group.
+        packed = packed_heads(spec, config)
+        section = by_l2 = section * packed
+        section_bytes = _kv_heads_at_a_time(problem, section) * head
+        rows = -(-_param(plan, spec, "tail_m_blocks") * config.block_m // packed)
+        keys = min(problem.seqlen_k, max(0, rows + problem.seqlen_k - problem.seqlen_q)) if rows else 0
+        tail_bytes = problem.batch * problem.num_heads_k * 2 * BYTES_PER_ELEMENT * keys * spec.head_dim
     return Memory(
         standard_traffic(spec, problem),
         compulsory_traffic(spec, problem),
         uncached_traffic(spec, config, problem),
         reread_bytes=head,
-        heads_per_section=section * packed,
+        heads_per_section=section,
+        heads_by_l2=by_l2,
+        section_bytes=section_bytes,
+        used_share=share,
+        tail_bytes=tail_bytes,
         l2_bytes=gpu.l2_bytes,
     )
+
+
+def _kv_heads_at_a_time(problem: Problem, section: int) -> int:
+    """Key/value heads of a section of query heads: the most of any, as sections may begin and end inside of groups."""
+    heads, ratio = problem.batch * problem.num_heads_q, problem.gqa_ratio
+    # Where in a group sections begin repeats after as many sections as a group has heads.
+    starts = range(0, heads, section)[:ratio]
+    return max((min(heads, start + section) - 1) // ratio - start // ratio + 1 for start in starts)
+
+
+def _param(plan: LaunchPlan, spec: KernelSpec, name: str) -> int:
+    """A parameter of the main kernel."""
+    params = PARAMS[spec.kind]
+    values = struct.unpack(params.format, _main_launch(plan, spec).params)
+    return int(values[[field.name for field in params.fields].index(name)])
 
 
 def _registers(spec: KernelSpec, config: Config, gpu: Gpu, *, compile: bool) -> Registers:

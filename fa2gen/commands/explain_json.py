@@ -33,6 +33,10 @@ def explanation_json(e: Explanation, *, list_excluded: bool = False) -> dict[str
             "reread_bytes_per_head": memory.reread_bytes,
             "l2_bytes": memory.l2_bytes,
             "heads_per_section": memory.heads_per_section,
+            "heads_per_section_by_l2": memory.heads_by_l2,
+            "reread_bytes_per_section": memory.section_bytes,
+            "reread_bytes_in_use": memory.used_bytes,
+            "reread_bytes_of_tail": memory.tail_bytes,
             "l2_serves_rereads": memory.l2_serves,
         },
         "roofline": {

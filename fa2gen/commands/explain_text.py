@@ -76,14 +76,28 @@ def _traffic(e: Explanation) -> Iterator[str]:
     masked = "; computes what the mask hides too" if e.spec.causal else ""
     yield from _row("standard", _passes(memory.standard), masked)
     yield from _row(_this(e), _passes(memory.tiled))
+    yield from _row("L2", "; ".join(_l2(e)))
+
+
+def _l2(e: Explanation) -> Iterator[str]:
+    """What blocks read again at a time, and whether L2 holds it."""
+    memory = e.memory
     what = "K and V" if e.spec.kind == "fwd" else "Q, dO and the sums of dQ"
-    head = f"{what} of a head are {_kib(memory.reread_bytes)}"
+    yield f"{what} of a head are {_kib(memory.reread_bytes)}"
+    kinds = "query heads" if _by_query_heads(e) else "key/value heads"
+    at_a_time = f"blocks go through the {kinds} {memory.heads_per_section:,} at a time"
+    if memory.heads_per_section > memory.heads_by_l2:
+        # Blocks of one head wait for each other, those of several do not.
+        at_a_time += f", for L2 alone it would be {memory.heads_by_l2:,}, but sums in a fixed order wait less with more"
+    used = f", about {memory.used_share:.0%} of it in use at a time" if memory.used_share < 0.995 else ""
+    yield f"{at_a_time}: {_kib(memory.section_bytes)}{used}"
+    if memory.tail_bytes:
+        yield f"the short half of the query blocks comes last, of all heads together: up to {_kib(memory.tail_bytes)}"
+    l2 = f"{_kib(memory.l2_bytes)} of L2"
     if memory.l2_serves:
-        kinds = "query heads" if _by_query_heads(e) else "key/value heads"
-        at_a_time = f"blocks go through the {kinds} {memory.heads_per_section} at a time"
-        yield from _row("L2", f"{head}; {at_a_time}, so that {what} stay in half of L2 and re-reads hit it")
+        yield f"this fits in {l2}, and re-reads hit it"
     else:
-        yield from _row("L2", f"{head}, more than half of L2: re-reads miss it in part; between the last two rows")
+        yield f"this does not fit in {l2}, and re-reads miss it in part: between the last two rows"
 
 
 def _this(e: Explanation) -> str:

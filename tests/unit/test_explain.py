@@ -143,7 +143,7 @@ def test_missing_nvcc_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     assert "estimated" in explanation_text(e)
 
 
-def test_l2_serves_what_fits_half_of_it() -> None:
+def test_l2_serves_what_fits() -> None:
     # K and V of 4,096 keys of 128 are 2 MiB; half of 40 MiB holds ten heads.
     memory = explained().memory
     assert (memory.reread_bytes, memory.heads_per_section, memory.l2_serves) == (2 << 20, 10, True)
@@ -151,7 +151,43 @@ def test_l2_serves_what_fits_half_of_it() -> None:
     long = Problem(1, 32768, 32768, 16, 16)
     assert explained(problem=long).memory.l2_serves
     assert not explained(problem=long, gpu=A10).memory.l2_serves
-    assert "more than half of L2" in explanation_text(explained(problem=long, gpu=A10))
+    text = l2_row(explained(problem=long, gpu=A10))
+    assert "query heads 1 at a time: 16 MiB; this does not fit in 6 MiB of L2, and re-reads miss it in part" in text
+    assert "10 at a time: 20 MiB; this fits in 40 MiB of L2, and re-reads hit it" in l2_row(explained())
+
+
+def test_l2_holds_what_sections_of_groups_read() -> None:
+    # Half of 6 MiB holds K and V of three groups of 4 heads. Of 20 heads there are two sections of 10: the first ends
+    # inside of a group.
+    memory = explained(KernelSpec(gqa_ratio=4), Problem(1, 512, 2048, 20, 5), A10).memory
+    assert (memory.reread_bytes, memory.heads_per_section, memory.section_bytes) == (1 << 20, 10, 3 << 20)
+    # It holds two of 1.5 MiB. Of three sections of 7 heads the second, 7 to 13, reads of three groups.
+    memory = explained(KernelSpec(gqa_ratio=4), Problem(1, 512, 3072, 20, 5), A10).memory
+    assert (memory.heads_per_section, memory.section_bytes, memory.l2_serves) == (7, 3 * 3 << 19, True)
+
+
+def test_the_short_half_of_a_causal_mask_is_of_all_heads_together() -> None:
+    # Its 16 query blocks of 32 see half of the keys: 1 MiB of each of 64 heads, against sections of ten.
+    e = explained(KernelSpec(causal=True))
+    assert (e.memory.section_bytes, e.memory.tail_bytes, e.memory.l2_serves) == (20 << 20, 64 << 20, False)
+    text = l2_row(e)
+    assert "the short half of the query blocks comes last, of all heads together: up to 64 MiB; this does not" in text
+    few = explained(KernelSpec(causal=True), Problem(1, 4096, 4096, 16, 16))
+    assert (few.memory.tail_bytes, few.memory.l2_serves) == (16 << 20, True)
+    # Of 8,192 keys and 4,096 queries the first 2,048 see 6,144; of 1,024 keys they see none.
+    assert explained(KernelSpec(causal=True), Problem(1, 4096, 8192, 1, 1)).memory.tail_bytes == 3 << 20
+    assert explained(KernelSpec(causal=True), Problem(1, 4096, 1024, 1, 1)).memory.tail_bytes == 0
+    # A single query block has no short half.
+    assert explained(KernelSpec(causal=True), Problem(1, 64, 4096, 64, 64)).memory.tail_bytes == 0
+    packed = FwdConfig(pack_gqa=True)
+    grouped = explained(KernelSpec(causal=True, gqa_ratio=4), Problem(1, 4096, 4096, 16, 4), config=packed)
+    assert grouped.memory.tail_bytes == 4 << 20
+    form = explanation_json(e)["traffic"]
+    assert (form["reread_bytes_of_tail"], form["l2_serves_rereads"]) == (64 << 20, False)
+
+
+def l2_row(e: Explanation) -> str:
+    return " ".join(explanation_text(e).split("  L2  ")[1].partition("Roofline")[0].split())
 
 
 def test_default_without_a_table() -> None:

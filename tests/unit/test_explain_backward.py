@@ -59,6 +59,40 @@ def test_work_and_traffic_are_the_backwards() -> None:
     assert not explained(problem=Problem(1, 32768, 32768, 16, 16), gpu=A10).memory.l2_serves
 
 
+def l2_row(e: Explanation) -> str:
+    return " ".join(explanation_text(e).split("  L2  ")[1].partition("Roofline")[0].split())
+
+
+def test_heads_at_a_time_against_l2() -> None:
+    """Half of L2 and up to half as many heads again; twice that with a causal mask; a fixed order has its own least."""
+    text = l2_row(explained())
+    assert "query heads 5 at a time: 20 MiB; this fits in 40 MiB of L2, and re-reads hit it" in text
+    # Ten heads of 4 MiB, and to 13 for even sections.
+    e = explained(KernelSpec("bwd", causal=True))
+    assert (e.memory.heads_per_section, e.memory.heads_by_l2, e.memory.section_bytes) == (13, 13, 52 << 20)
+    assert e.memory.used_bytes == pytest.approx(26 << 20, rel=1e-3)
+    assert "13 at a time: 52 MiB, about 50% of it in use at a time; this fits in 40 MiB of L2" in l2_row(e)
+    # Twice as many keys as queries: the mask hides a quarter.
+    longer = explained(KernelSpec("bwd", causal=True), Problem(4, 4096, 8192, 16, 16)).memory
+    assert longer.used_share == pytest.approx(0.75, abs=1e-3)
+    e = explained(KernelSpec("bwd", head_dim=64, causal=True, deterministic=True), Problem(4, 16384, 16384, 32, 32))
+    assert (e.memory.reread_bytes, e.memory.section_bytes, e.memory.l2_serves) == (8 << 20, 1 << 30, False)
+    text = l2_row(e)
+    assert "query heads 128 at a time, for L2 alone it would be 4, but sums in a fixed order wait less" in text
+    assert "1 GiB, about 50% of it in use at a time; this does not fit in 40 MiB of L2" in text
+    form = explanation_json(e)["traffic"]
+    assert (form["heads_per_section"], form["heads_per_section_by_l2"]) == (128, 4)
+    assert form["reread_bytes_per_section"] == 1 << 30
+    assert form["reread_bytes_in_use"] == e.memory.used_bytes
+    assert form["l2_serves_rereads"] is False
+    # Where L2 has room for as many, the order asks for nothing.
+    short = explained(KernelSpec("bwd", deterministic=True), Problem(16, 512, 512, 16, 16))
+    assert short.memory.heads_per_section == short.memory.heads_by_l2
+    assert "fixed order" not in l2_row(short)
+    # Blocks of a group read one of its heads at a time.
+    assert "key/value heads 16 at a time: 16 MiB" in l2_row(explained(GROUPED, Problem(4, 1024, 4096, 16, 4)))
+
+
 @pytest.mark.parametrize("gpu", ["a10", "h200"])
 @pytest.mark.parametrize("head_dim", [64, 96, 256])
 def test_areas_fill_the_shared_memory(head_dim: int, gpu: str) -> None:
