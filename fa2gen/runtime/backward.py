@@ -155,8 +155,11 @@ def _check_tensors(request: Request, dout: Tensor, dlse: Tensor | None, saved: S
     if dlse is not None:
         expected["dlse"] = (dlse, rows, torch.float32)
     for name, (x, shape, dtype) in expected.items():
-        if not isinstance(x, Tensor) or x.layout is not torch.strided or x.is_nested:
-            raise ArgumentError(f"{name} must be a dense torch.Tensor, got {type(x).__name__}")
+        if not isinstance(x, Tensor):
+            raise ArgumentError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+        if x.layout is not torch.strided or x.is_nested:
+            layout = "a nested tensor" if x.is_nested else f"layout {x.layout}"
+            raise ArgumentError(f"{name} must be a dense tensor, got {layout}")
         if x.shape != shape:
             raise ArgumentError(f"{name} must have shape {tuple(shape)}, got {tuple(x.shape)}")
         if x.dtype != dtype:

@@ -13,7 +13,7 @@ from fa2gen.spec import BwdConfig, Config, FwdConfig, KernelSpec
 
 from .emulated import emulated_config
 from .plan import device_gpu, kernel_state, match_config
-from .request import Request, backward_request, read_deterministic, read_request, require_config
+from .request import Request, backward_request, read_deterministic, read_flag, read_request, require_config
 
 _KNOWN = {"measured": "measured", "predicted": "predicted by the performance model, not measured"}
 
@@ -103,7 +103,7 @@ def describe(
     request = read_request(q, k, v, causal=causal, softmax_scale=softmax_scale, backend=backend)
     require_config(request.backend, config, backward_config)
     deterministic = read_deterministic(deterministic)
-    if not backward:
+    if not read_flag("backward", backward):
         return describe_request(request, config)
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()

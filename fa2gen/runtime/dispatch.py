@@ -82,10 +82,9 @@ def first_call(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> Result:
     )
     require_no_tangents({"q": q, "k": k, "v": v})
     require_config(request.backend, options.config, options.backward_config)
+    if options.backward_config is not None and not request.is_empty:
+        _require_feasible_gradients(request, options)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        if options.backward_config is not None and not request.is_empty:
-            _require_feasible_gradients(request, options)
-
         # Addresses that no tensor has: what a call without a plan saved is looked at as a whole.
         with torch.no_grad():
             results = (*_serve(request, options, q, k, v, with_lse=True), (0, 0, 0, 0, 0))
@@ -95,7 +94,8 @@ def first_call(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> Result:
 
 def _require_feasible_gradients(request: Request, options: Options) -> None:
     """Raise before anything is launched where the backward would, of which the forced config is known already."""
-    wanted = backward_request(request, {}, deterministic=bool(options.deterministic))
+    asked = torch.are_deterministic_algorithms_enabled() if options.deterministic is None else options.deterministic
+    wanted = backward_request(request, {}, deterministic=asked)
     if request.backend == "emulator":
         emulated_config(wanted, options.backward_config)
     else:

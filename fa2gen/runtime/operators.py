@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.flop_counter import register_flop_formula
 
 from fa2gen.errors import ArgumentError, UnsupportedError
 from fa2gen.spec import BwdConfig, FwdConfig
@@ -106,6 +107,7 @@ def _(
     deterministic: bool | None,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
+    _require_one_device(q=q, k=k, v=v)
     torch._check(q.dim() == 4, lambda: f"q must have 4 dimensions (batch, seqlen, heads, head_dim), got {q.dim()}")
     batch, seqlen_q, num_heads_q, _ = q.shape
     return q.new_empty(q.shape), q.new_empty((batch, num_heads_q, seqlen_q), dtype=torch.float32)
@@ -152,7 +154,34 @@ def _(
     deterministic: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    given = {} if dlse is None else {"dlse": dlse}
+    _require_one_device(q=q, k=k, v=v, dout=dout, out=out, lse=lse, **given)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _require_one_device(*, q: Tensor, **others: Tensor) -> None:
+    """A single tensor on the meta device brings a call here, which then would make up results for the others."""
+    for name, x in others.items():
+        if x.device != q.device:
+            raise ArgumentError(f"{name} is on device {x.device} and q on {q.device}; all must be on the same one")
+
+
+# As torch counts its own attention: two products forward, five backward, the mask not looked at.
+@register_flop_formula(torch.ops.fa2gen.attention_fwd)
+def _forward_flops(q_shape: torch.Size, k_shape: torch.Size, *_: Any, **__: Any) -> int:
+    return 2 * _product_flops(q_shape, k_shape)
+
+
+@register_flop_formula(torch.ops.fa2gen.attention_bwd)
+def _backward_flops(
+    dout_shape: torch.Size, _: Any, q_shape: torch.Size, k_shape: torch.Size, *__: Any, **___: Any
+) -> int:
+    return 5 * _product_flops(q_shape, k_shape)
+
+
+def _product_flops(q_shape: torch.Size, k_shape: torch.Size) -> int:
+    batch, seqlen_q, num_heads_q, head_dim = q_shape
+    return 2 * batch * num_heads_q * seqlen_q * k_shape[1] * head_dim
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -22,7 +22,7 @@ from .autocast import autocast_inputs
 from .describe import Description, describe_request
 from .plan import build_plan, device_gpu, loaded_kernel, loaded_kernels, match_config
 from .plan_backward import build_backward_plan
-from .request import Request, backward_request, read_deterministic, read_request, require_config
+from .request import Request, backward_request, read_deterministic, read_flag, read_request, require_config
 
 _gated: set[tuple[KernelSpec, Config, int]] = set()
 
@@ -66,6 +66,7 @@ def warmup(
     deterministic = read_deterministic(deterministic)
     if backward is None:
         backward = q.requires_grad or k.requires_grad or v.requires_grad
+    backward = read_flag("backward", backward)
     if request.backend == "cuda" and not request.is_empty:
         _prepare(request, config, gate)
         if backward:

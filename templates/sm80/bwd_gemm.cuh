@@ -123,7 +123,8 @@ FUNC void gemm_scores(ScoreTile& acc_s, const KeyFragments& frag_k, u32 lane_k, 
   // spills.
   lane_k = opaque(lane_k);
   lane_q = opaque(lane_q);
-  u32 frag_a[2][kTilesN][4], frag_q[kBuffers][4];
+  [[maybe_unused]] u32 frag_a[2][kTilesN][4];
+  u32 frag_q[kBuffers][4];
   if constexpr (!kKvInRegs) load_key_fragments(frag_a[0], lane_k, 0);
 #pragma unroll
   for (int at = 0; at < kAhead; at++) load_query_fragment(frag_q[at], lane_q, at);

@@ -130,6 +130,23 @@ def test_odd_lengths(seqlen_q: int, seqlen_k: int) -> None:
         Call(KernelSpec("bwd", 64, causal=causal), seqlen_q, seqlen_k, batch=2).check(config)
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_gradient_of_an_lse_of_no_keys(value: float) -> None:
+    """A loss that drops LSEs of -inf by a factor of 0 hands their gradient down as NaN."""
+    call = Call(KernelSpec("bwd", 64, causal=True, gqa_ratio=2), 70, 41)
+    assert call.dlse is not None
+    blind = call.lse == -math.inf
+    assert blind.sum() == 29 * 2
+    call.dlse[blind] = value
+    grads, _ = call.run(BwdConfig.from_slug("sm80_32x32s32_w2_st2_r1_mb1"))
+    assert (grads[0][:, :29] == 0).all()
+    call.dlse[blind] = 0
+    report = check_backward(
+        grads, call.q, call.k, call.v, call.do, causal=True, softmax_scale=call.scale, dlse=call.dlse
+    )
+    assert report.passed, report.text
+
+
 def _in_nan(x: Tensor) -> Tensor:
     """The same values in a view with NaN between its rows and a row of NaN after each sequence."""
     batch, seqlen, heads, head_dim = x.shape

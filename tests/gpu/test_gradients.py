@@ -116,6 +116,16 @@ def test_bl_008_scales_of_any_sign(scale: float) -> None:
     _check(_leaves(1, 77, 77, 2, 2, 64), causal=True, softmax_scale=scale)
 
 
+def test_a_loss_that_drops_the_lse_of_rows_without_keys() -> None:
+    """By a factor of 0, which makes NaN of the gradient of their -inf."""
+    tensors = _leaves(1, 300, 200, 4, 2, 64)
+    out, lse = attention(*tensors, causal=True, return_lse=True)
+    kept = torch.where(lse > -math.inf, lse.square(), 0.0)
+    grads = torch.autograd.grad([out.float().sum(), kept.sum()], tensors)
+    assert all(grad.isfinite().all() for grad in grads)
+    assert (grads[0][:, :100] == 0).all()
+
+
 def test_layouts_of_dout() -> None:
     tensors = _leaves(2, 113, 203, 8, 2, 128)
     dout = torch.randn(tensors[0].shape, device="cuda").to(BF16)

@@ -392,8 +392,20 @@ def test_configs(device: FakeDevice) -> None:
     with pytest.raises(InfeasibleError, match="cannot run bwd_d64_bf16_full_gqa4 on a100"):
         attention(*tensors, backward_config=BwdConfig(block_n=4096))
     assert len(device.order) == launches
-    # It is of no use where there is nothing to differentiate, and does no harm.
-    attention(*(x.detach() for x in tensors), backward_config=BwdConfig(block_n=4096))
+    # Also where there is nothing to differentiate yet.
+    with pytest.raises(InfeasibleError, match="cannot run bwd_d64_bf16_full_gqa4 on a100"):
+        attention(*(x.detach() for x in tensors), backward_config=BwdConfig(block_n=4096))
+    # A fixed order that torch's switch asks for, too.
+    torch.use_deterministic_algorithms(True)
+    try:
+        with pytest.raises(InfeasibleError, match="split_heads"):
+            attention(*_leaves(), causal=True, backward_config=forced)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert len(device.order) == launches
+    for call in (describe, warmup):
+        with pytest.raises(ArgumentError, match="backward must be True or False, got 'no'"):
+            call(*tensors, backward="no")  # type: ignore[operator]
     for bad in ("fast", FwdConfig()):
         with pytest.raises(ArgumentError, match=r"backward_config must be a fa2gen.BwdConfig"):
             attention(*tensors, backward_config=bad)  # type: ignore[arg-type]

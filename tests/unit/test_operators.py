@@ -10,6 +10,7 @@ import torch._dynamo.testing
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 from fa2gen.errors import ArgumentError, UnsupportedError
 from fa2gen.runtime import attention, operators
@@ -137,7 +138,16 @@ def test_gradients_of_the_operators() -> None:
 _BAD: dict[str, tuple[int, Tensor | None, str]] = {
     "dout too short": (0, torch.ones(2, 4, 4, 64).bfloat16(), r"dout must have shape \(2, 5, 4, 64\), got"),
     "dout of another dtype": (0, torch.ones(2, 5, 4, 64).half(), r"dout must have dtype torch.bfloat16, got torch.f"),
-    "dout sparse": (0, torch.ones(2, 5, 4, 64).bfloat16().to_sparse(), "dout must be a dense"),
+    "dout sparse": (
+        0,
+        torch.ones(2, 5, 4, 64).bfloat16().to_sparse(),
+        "dout must be a dense tensor, got layout torch.sparse_coo",
+    ),
+    "dout on another device": (
+        0,
+        torch.ones(2, 5, 4, 64, device="meta").bfloat16(),
+        "dout is on device meta and q on cpu",
+    ),
     "dlse of another shape": (1, torch.ones(2, 5, 4), r"dlse must have shape \(2, 4, 5\), got \(2, 5, 4\)"),
     "dlse in 16 bits": (1, torch.ones(2, 4, 5).half(), r"dlse must have dtype torch.float32"),
     "dlse in 64 bits": (1, torch.ones(2, 4, 5).double(), r"dlse must have dtype torch.float32"),
@@ -155,6 +165,20 @@ def test_bad_gradients_are_named(name: str) -> None:
     arguments[index] = bad
     with pytest.raises(ArgumentError, match=message):
         torch.ops.fa2gen.attention_bwd(*arguments)
+
+
+def test_an_input_on_another_device_is_named() -> None:
+    with pytest.raises(ArgumentError, match="k is on device meta and q on cpu"):
+        torch.ops.fa2gen.attention_fwd(Q, K.to("meta"), V, True, None, None, "auto")
+
+
+def test_flops_are_counted() -> None:
+    q, k, v = call_inputs()
+    with FlopCounterMode(display=False) as counter:
+        attention(q, k, v, causal=True).sum().backward()
+    counts = counter.get_flop_counts()["Global"]
+    product = 2 * q[..., 0].numel() * k.shape[1] * q.shape[3]
+    assert counts == {torch.ops.fa2gen.attention_fwd: 2 * product, torch.ops.fa2gen.attention_bwd: 5 * product}
 
 
 def _step(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
