@@ -187,7 +187,7 @@ def _tables() -> Iterator[Check]:
         path = file.path
         if file.table is None:
             fix = f"it is passed over; move it away, or tune again: {path}"
-            yield Check("table", "error", f"{path}: {file.problem}", fix)
+            yield Check("table", "error", file.problem, fix)
             continue
         mine = [status for status in statuses if status.file is file]
         measured = sum(status.entry.measurement.kind == "measured" for status in mine)

@@ -208,7 +208,7 @@ def _read(gpu_name: str | None) -> tuple[list[TableFile], list[EntryStatus]]:
 
 def _unreadable(file: TableFile) -> str:
     what = "newer" if file.newer else "damaged"
-    return f"{what}: the {file.source} table {file.path}: {' '.join(file.problem.split())}"
+    return f"{what}: the {file.source} table {' '.join(file.problem.split())}"
 
 
 def _tflops(status: EntryStatus) -> float:

@@ -21,7 +21,7 @@ class TableFile:
         path: The file.
         root: The folder of tables that it lies in.
         table: What it holds; None if it cannot be read.
-        problem: Why it cannot be read; else ``""``.
+        problem: Why it cannot be read, in a sentence that begins with the path; else ``""``.
         newer: It is whole, but of a newer schema.
     """
 
@@ -55,9 +55,9 @@ def scan_tables(gpu: str | None = None, roots: Sequence[Path] | None = None) -> 
     for root in store.search_dirs() if roots is None else roots:
         for path in sorted(root.glob(f"{gpu or '*'}/*.json")):
             try:
-                files.append(TableFile(path, root, store.load_table(path)))
+                table = store.load_table(path)
+                problem = "" if table else f"{path} is a link that leads nowhere"
+                files.append(TableFile(path, root, table, problem))
             except TableError as error:
-                # The path is said beside it.
-                problem = str(error).removeprefix(str(path)).lstrip(": ")
-                files.append(TableFile(path, root, None, problem, isinstance(error, NewerSchemaError)))
+                files.append(TableFile(path, root, None, str(error), isinstance(error, NewerSchemaError)))
     return files

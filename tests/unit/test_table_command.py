@@ -21,6 +21,7 @@ from tests.tuning_fakes import FakeRooms, entry, table
 
 GPU = get_gpu("a100")
 TODAY = template_hash("fwd", "sm80")
+TEXT = render_table(table(entry()))
 
 
 @pytest.fixture(autouse=True)
@@ -150,21 +151,40 @@ def test_check_names_illegal_entries(folders: tuple[Path, Path]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "word"), [("", "damaged"), ("{", "damaged"), (render_table(table(entry())), "newer"), ("\x00", "damaged")]
+    ("text", "word", "why"),
+    [
+        ("", "damaged", " is not a tuned table: empty file"),
+        ("{", "damaged", " is not a tuned table: Expecting property name"),
+        ("\x00", "damaged", " is not a tuned table: Expecting value"),
+        (TEXT, "newer", " has table schema 99, this fa2gen reads up to 2"),
+        (TEXT.replace('"config": {', '"config": 3, "more": {'), "damaged", ", entry 0 has unknown more"),
+        (TEXT.replace('"dtype": "bf16"', '"dtype": "fp8"'), "damaged", ", entry 0: dtype must be "),
+        (TEXT.replace('"a100"', '"a10"'), "damaged", " is for gpu 'a10', not 'a100'"),
+        (TEXT.replace('"sm_80"', "80"), "damaged", ": target must be text, got 80"),
+    ],
 )
-def test_a_file_that_cannot_be_read_is_one_line(folders: tuple[Path, Path], text: str, word: str) -> None:
+def test_a_file_that_cannot_be_read_is_one_sentence(folders: tuple[Path, Path], text: str, word: str, why: str) -> None:
     save_entries(GPU, [entry(template=TODAY)], root=folders[1])
     path = table_path(folders[0], "a100", "fwd")
     path.parent.mkdir(parents=True)
-    path.write_text(text.replace('"schema": 2', '"schema": 99'))
+    path.write_text(text.replace('"schema": 2', '"schema": 99') if word == "newer" else text)
     for command, code in (("check", 1), ("show", 0)):
         result = run(command)
         assert (result.exit_code, result.stderr) == (code, "")
         (line,) = (line for line in result.stdout.splitlines() if str(path) in line)
-        assert line.startswith(f"{word}: the user table {path}: ")
+        assert line.startswith(f"{word}: the user table {path}{why}")
         assert "fwd_d128_bf16_full_gqa1" in result.stdout or "1 current" in result.stdout
         (unreadable,) = document(command)["unreadable"]
         assert (unreadable["path"], unreadable["newer"]) == (str(path), word == "newer")
+        assert unreadable["problem"].startswith(f"{path}{why}")
+
+
+def test_a_link_to_no_table_is_named(folders: tuple[Path, Path]) -> None:
+    path = table_path(folders[0], "a100", "fwd")
+    path.parent.mkdir(parents=True)
+    path.symlink_to("gone.json")
+    result = run("check")
+    assert (result.exit_code, result.stdout) == (1, f"damaged: the user table {path} is a link that leads nowhere\n")
 
 
 def test_regate(folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
