@@ -131,7 +131,7 @@ def test_sizes_of_every_magnitude_read_well() -> None:
         assert text in tiny, text
     assert "0.00 us   " not in tiny
     # 4 * 64 * 2147481600 * 2147481601 / 2 FLOPs. K and V: 512 GiB. 16,777,200 tiles of 128 rows.
-    for text in ("590 EFLOP:", "K and V of a head are 512 GiB,", "16,777,200 = 1 x 1 head x 16,777,200 query tiles"):
+    for text in ("590 EFLOP:", "K and V of a head are 512 GiB;", "16,777,200 = 1 x 1 head x 16,777,200 query tiles"):
         assert text in huge, text
     assert "ZFLOP" in explain(2_147_481_600, "--heads", "2")
 
