@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import shlex
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -79,10 +80,9 @@ def cli() -> None:
     "-o",
     "--out",
     type=click.Path(file_okay=False, path_type=Path),
-    default=RESULTS,
-    show_default="benchmarks/results/train_gpt",
     metavar="DIR",
-    help="Folder for the CSV of each run, the summary and the figure.",
+    help="Folder for the CSV of each run, the summary and the figure. [default: benchmarks/results/train_gpt; for a "
+    "dry run a new temporary one]",
 )
 @click.option("--dry-run", is_flag=True, help="A tiny model on the CPU, fa2gen and math: whether all of it works.")
 def run(
@@ -94,7 +94,7 @@ def run(
     steps: int,
     seeds: int,
     compiled: bool,
-    out: Path,
+    out: Path | None,
     dry_run: bool,
 ) -> int:
     """Train, measure and compare; the exit code is 1 if fa2gen's losses do not agree."""
@@ -109,7 +109,7 @@ def run(
             f"--attention math keeps all scores in memory: --context must be {_MATH_MOST_CONTEXT} or less"
         )
     device = _device(dry_run)
-    out.mkdir(parents=True, exist_ok=True)
+    out = _results_folder(out, dry_run)
     setting = Setting(_gpu_name(device), shape, layers, context, tokens)
     text = read_text(_DRY_BYTES if dry_run else None)
     batches = Batches(text, steps, tokens // context, context, device)
@@ -157,6 +157,16 @@ def schedule(attentions: Sequence[str], seeds: int) -> list[tuple[str, int]]:
     for index in range(max(len(others), len(band))):
         plan += band[index : index + 1] + others[index : index + 1]
     return plan
+
+
+def _results_folder(out: Path | None, dry_run: bool) -> Path:
+    """Where the results go, made if need be; those of a dry run are not left beside the committed ones."""
+    if out is None and dry_run:
+        out = Path(tempfile.mkdtemp(prefix="train_gpt-"))
+        click.echo(f"results go to {out}", err=True)
+    out = out or RESULTS
+    out.mkdir(parents=True, exist_ok=True)
+    return out
 
 
 def _refuse_given(*names: str) -> None:

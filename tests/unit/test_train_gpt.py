@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -337,6 +338,21 @@ def test_a_dry_run_trains_compares_and_writes(
         document["provenance"]
     )
     assert document["provenance"]["command"] == ("python benchmarks/train_gpt.py run --steps 40 --no-compile --dry-run")
+
+
+def test_a_dry_run_leaves_committed_results_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr(train_gpt, "RESULTS", tmp_path / "results")
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    code, _, err = run_command(capsys, "run", "--dry-run", "--attention", "fa2gen", "--steps", "40")
+    assert code == 0, err
+    (folder,) = (tmp_path / "temporary").iterdir()
+    assert f"results go to {folder}\n" in err
+    assert {path.name for path in folder.iterdir()} == {"tiny_32_fa2gen_seed0.csv", "tiny_32.json"}
+    assert not (tmp_path / "results").exists()
 
 
 def test_numbers_that_json_lacks_are_null() -> None:
