@@ -40,6 +40,11 @@ def command() -> None:
 @click.option("--headdim", "headdims", type=int, multiple=True, metavar="D", help="Only these head dimensions.")
 @click.option("--dtype", "dtypes", type=click.Choice(DTYPES), multiple=True, help="Only this element type.")
 @click.option("--causal/--no-causal", default=None, help="Only with, or only without the causal mask.")
+@click.option(
+    "--deterministic/--no-deterministic",
+    default=None,
+    help="Only backward kernels that give equal bits from run to run, or only those that do not.",
+)
 @json_option
 def show(
     gpu_name: str | None,
@@ -47,6 +52,7 @@ def show(
     headdims: tuple[int, ...],
     dtypes: tuple[str, ...],
     causal: bool | None,
+    deterministic: bool | None,
     as_json: bool,
 ) -> None:
     """Show tuned entries: time, rate, how it is known, and whether the templates have changed since.
@@ -59,7 +65,14 @@ def show(
     Examples:
       fa2gen table show --gpu h200 --headdim 128 --causal
       fa2gen table show --gpu h200 --kind bwd --json
+      fa2gen table show --headdim 128 --deterministic
     """
+    if deterministic is not None and kind == "fwd":
+        raise click.UsageError(
+            "--deterministic and --no-deterministic are for backward kernels, the forward always is: leave out "
+            "--kind fwd",
+            click.get_current_context(),
+        )
 
     def wanted(status: EntryStatus) -> bool:
         spec = status.entry.spec
@@ -68,6 +81,7 @@ def show(
             and (not headdims or spec.head_dim in headdims)
             and (not dtypes or spec.dtype in dtypes)
             and (causal is None or spec.causal == causal)
+            and (deterministic is None or (spec.kind, spec.deterministic) == ("bwd", deterministic))
         )
 
     files, statuses = _read(gpu_name)

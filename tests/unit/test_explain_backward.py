@@ -208,6 +208,26 @@ def test_list_kernels() -> None:
     assert max(map(len, text.splitlines())) <= 100
 
 
+def test_table_show_by_order_of_the_sums() -> None:
+    ordered = KernelSpec("bwd", causal=True, deterministic=True)
+    save_entries(A10, [entry(KernelSpec()), entry(SPEC), entry(GROUPED), entry(ordered)])
+    for options, count in (
+        (("--deterministic",), 1),
+        (("--no-deterministic",), 2),
+        (("--deterministic", "--kind", "bwd", "--no-causal"), 0),
+        ((), 4),
+    ):
+        form = json.loads(run("table", "show", *options, "--json").stdout)
+        assert sum(len(table["entries"]) for table in form["tables"]) == count
+        lines = run("table", "show", *options).stdout.splitlines()
+        assert sum(line.startswith(("fwd_", "bwd_")) for line in lines) == count
+        assert sum("_det " in line for line in lines) == (count if "--deterministic" in options else not options)
+    for option in ("--deterministic", "--no-deterministic"):
+        result = run("table", "show", "--kind", "fwd", option)
+        assert result.exit_code == 2
+        assert result.stderr.startswith("error: --deterministic and --no-deterministic are for backward kernels")
+
+
 def test_table_show_by_kind() -> None:
     save_entries(A10, [entry(KernelSpec()), entry(SPEC), entry(KernelSpec("bwd", gqa_ratio=16, deterministic=True))])
     for kind, count in (("fwd", 1), ("bwd", 2)):
