@@ -47,6 +47,7 @@ class Match:
         gpu: Name of the GPU whose table it came from; ``""`` for the default.
         gated: The entry itself is stale; its config passed the gate again with today's templates.
         changes: What of the entry's config the caller's spec forbids and was changed, in words; else ``""``.
+        relaxed: All of ``SOURCES`` that were needed, the furthest first; empty for an exact match or the default.
     """
 
     config: Config
@@ -57,6 +58,7 @@ class Match:
     gpu: str = ""
     gated: bool = False
     changes: str = ""
+    relaxed: tuple[str, ...] = ()
 
     @property
     def origin(self) -> str:
@@ -71,8 +73,9 @@ class Match:
         return "nearer entries are stale" if self.stale else ""
 
     def describe(self) -> str:
-        """One line for people: the config, its source and how it is known."""
-        text = f"{self.config.slug()}: {self.origin}"
+        """One line for people: the config, all that was relaxed to come to it, and how it is known."""
+        text = f"{self.config.slug()}: {' + '.join(self.relaxed) or self.source}"
+        text += f" with {self.changes}" if self.changes else ""
         if self.entry is not None:
             entry = self.entry
             text += f", {entry.measurement.kind}, from {self.gpu} {entry.spec.slug()} {entry.bucket.label()}"
@@ -126,7 +129,9 @@ def lookup(
             continue
         distance = cost.bucket + cost.gqa_ratio
         stale = stale or cost.stale
-        match = Match(config, cost.source, distance, stale, entry, owner, gated=cost.stale, changes=changes)
+        match = Match(
+            config, cost.source, distance, stale, entry, owner, gated=cost.stale, changes=changes, relaxed=cost.relaxed
+        )
         break
     else:
         match = Match(default_config(spec), DEFAULT_SOURCE, 0.0, stale, None)
@@ -154,17 +159,21 @@ class _Cost(NamedTuple):
     age: int
 
     @property
-    def source(self) -> str:
-        relaxed = (
-            self.alignment,
-            self.bucket,
-            self.head_dim,
-            self.dtype,
-            self.non_deterministic,
-            self.gqa_ratio,
+    def relaxed(self) -> tuple[str, ...]:
+        values = (
             self.other_gpu,
+            self.gqa_ratio,
+            self.non_deterministic,
+            self.dtype,
+            self.head_dim,
+            self.bucket,
+            self.alignment,
         )
-        return SOURCES[max((step for step, value in enumerate(relaxed, start=1) if value), default=0)]
+        return tuple(name for name, value in zip(reversed(SOURCES[1:]), values, strict=True) if value)
+
+    @property
+    def source(self) -> str:
+        return self.relaxed[0] if self.relaxed else SOURCES[0]
 
 
 def _kind_options(spec: KernelSpec) -> str:

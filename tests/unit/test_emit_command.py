@@ -9,12 +9,15 @@ import pytest
 from click.testing import CliRunner, Result
 
 from fa2gen.cli import main
-from fa2gen.codegen import render_kernel
+from fa2gen.codegen import render_kernel, template_hash
 from fa2gen.constraints import default_config
 from fa2gen.emit import EXTRA_FILES, choose, emit
 from fa2gen.errors import ArgumentError, InfeasibleError
 from fa2gen.hardware import get_gpu
 from fa2gen.spec import FwdConfig, KernelSpec
+from fa2gen.tables import save_entries, store
+from fa2gen.tuning.report import usual_problem
+from tests.tuning_fakes import entry
 
 ONE = ("emit", "--headdim", "64", "--dtype", "bf16", "--causal", "--gpu", "a100")
 SPEC = KernelSpec(head_dim=64, causal=True)
@@ -54,6 +57,25 @@ def test_given_config(text: str, config: FwdConfig, tmp_path: Path) -> None:
     assert {key: form[key] for key in form if key not in ("out", "files")} == json.loads(
         (tmp_path / "manifest.json").read_text()
     )
+
+
+def test_a_borrowed_config_names_all_that_differs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FA2GEN_TABLES_DIR", str(tmp_path / "user"))
+    monkeypatch.setattr(store, "package_dir", lambda: tmp_path / "package")
+    spec = KernelSpec("bwd", head_dim=96, causal=True, gqa_ratio=8)
+    row = entry(spec, usual_problem(spec, 2048, 2048), template=template_hash("bwd", "sm80"))
+    save_entries(get_gpu("a100"), [row])
+    call = ("emit", "--kind", "bwd", "--causal", "--gpu", "a100", "-o", str(tmp_path / "out"))
+    for options, how in (
+        (("--headdim", "96", "--dtype", "bf16", "--gqa", "8"), "exact"),
+        (
+            ("--headdim", "80", "--dtype", "fp16", "--gqa", "2", "--deterministic"),
+            "nearest gqa ratio + non-deterministic entry + other dtype + native head dim",
+        ),
+    ):
+        result = invoke(*call, *options)
+        assert result.exit_code == 0, result.output
+        assert f"  {row.config.slug()}: {how}, predicted, from a100 {spec.slug()} q11_k11_w4\n" in result.stdout
 
 
 def test_launch_rule_and_targets_are_machine_readable() -> None:

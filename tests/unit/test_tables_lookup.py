@@ -35,7 +35,7 @@ def test_exact(find):
     match = find([row, entry(problem=NEAR), entry(KernelSpec(dtype="fp16"))])
     assert (match.source, match.config, match.entry) == ("exact", row.config, row)
     assert (match.distance, match.stale, match.gpu) == (0, False, "a100")
-    assert "exact, predicted, from a100 fwd_d128_bf16_full_gqa1" in match.describe()
+    assert match.describe() == f"{row.config.slug()}: exact, predicted, from a100 fwd_d128_bf16_full_gqa1 q12_k12_w4"
 
 
 def test_alignment_2_borrows_the_alignment_16_entry(find):
@@ -87,7 +87,7 @@ def test_packed_heads_come_apart_where_there_is_one(find):
     row = entry(KernelSpec(gqa_ratio=8), block_n=128, pack_gqa=True)
     single = find([row])
     assert (single.source, single.config) == ("nearest gqa ratio", replace(row.config, pack_gqa=False))
-    assert "nearest gqa ratio with heads not packed" in single.describe()
+    assert ": nearest gqa ratio with heads not packed, predicted" in single.describe()
     two = find([], KernelSpec(gqa_ratio=2))
     assert (two.config, two.changes) == (row.config, "")
     fp16 = find(
@@ -105,6 +105,9 @@ def test_nearest_gqa_ratio(find):
 def test_relaxations_add_up(find):
     match = find([entry(KernelSpec(dtype="fp16", gqa_ratio=8), problem=FAR, block_n=128)], KernelSpec(head_dim=104))
     assert (match.source, match.config.block_n) == ("nearest gqa ratio", 128)
+    assert match.relaxed == ("nearest gqa ratio", "other dtype", "native head dim", "nearest bucket")
+    names = "nearest gqa ratio + other dtype + native head dim + nearest bucket"
+    assert match.describe().startswith(f"{match.config.slug()}: {names}, predicted, from a100 fwd_d128_fp16_full_gqa8 ")
 
 
 def test_another_gpu_of_the_same_target(find):
