@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,50 +15,22 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fa2gen.codegen import PARAMS
-from fa2gen.constraints import default_config
-from fa2gen.errors import ArgumentError, CompileError, GateError, InfeasibleError, LaunchError, ToolchainError
-from fa2gen.hardware import get_gpu
-from fa2gen.runtime import attention, describe, plan, reset, warmup
+from fa2gen.errors import ArgumentError
+from fa2gen.runtime import attention, plan, reset
 from fa2gen.runtime.backward import gradients
-from fa2gen.runtime.warmup import gate_kernel
 from fa2gen.spec import BwdConfig, FwdConfig, KernelSpec
-from fa2gen.tables import store
+from tests.backward_device import KERNELS, backward_device
+from tests.backward_device import grads as _grads
+from tests.backward_device import last_backward as _last_backward
+from tests.backward_device import leaves as _leaves
 from tests.runtime_fakes import FakeDevice
 from tests.runtime_fakes import call_inputs as _inputs
 from tests.runtime_fakes import unpacked as _unpacked
 
-KERNELS = ("bwd_preprocess", "bwd", "bwd_postprocess")
-
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeDevice]:
-    """A GPU for which no table says anything."""
-    monkeypatch.setenv("FA2GEN_TABLES_DIR", str(tmp_path / "tables"))
-    monkeypatch.setattr(store, "package_dir", lambda: tmp_path / "package")
-    for name in ("describe", "warmup"):
-        monkeypatch.setattr(sys.modules[f"fa2gen.runtime.{name}"], "device_gpu", lambda index: get_gpu("a100"))
-    reset()
-    yield FakeDevice(monkeypatch)
-    reset()
-
-
-def _leaves(*args: Any, **kwargs: Any) -> list[Tensor]:
-    return [x.requires_grad_() for x in _inputs(*args, **kwargs)]
-
-
-def _last_backward(device: FakeDevice) -> dict[str, Any]:
-    """Parameters of the last backward's launches; those of a name in several structs are checked to be equal."""
-    names = [name for name, _ in device.order[-3:]]
-    assert names == list(KERNELS)
-    merged: dict[str, Any] = {}
-    for name, params in device.order[-3:]:
-        for field, value in _unpacked(params, name).items():
-            assert merged.setdefault(field, value) == value, field
-    return merged
-
-
-def _grads(out: Tensor, tensors: list[Tensor], dout: Tensor | None = None, **kwargs: Any) -> tuple[Tensor, ...]:
-    return torch.autograd.grad(out, tensors, torch.ones_like(out) if dout is None else dout, **kwargs)
+    yield from backward_device(monkeypatch, tmp_path)
 
 
 def test_launches_carry_the_call(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -324,102 +295,6 @@ def test_deterministic_gradients(device: FakeDevice) -> None:
     specs = {kernel.spec.deterministic for kernel in device.kernels if kernel.name == "bwd"}
     assert specs == {False, True}
     assert len(plan.BACKWARD_PLANS) == 2
-
-
-def test_a_cold_backward_in_a_capture_names_the_warmup(device: FakeDevice) -> None:
-    tensors = _leaves()
-    attention(*tensors, causal=True)
-    device.capturing = True
-    out = attention(*tensors, causal=True)
-    message = r"fa2gen.runtime.warmup\(q, k, v, causal=True, backward=True, deterministic=False\)"
-    with pytest.raises(LaunchError, match=message):
-        _grads(out, tensors)
-    device.capturing = False
-    warmup(*tensors, causal=True, gate=False)
-    assert all(x.grad is None for x in tensors)
-    device.capturing = True
-    for seqlen, dout in ((113, None), (100, None), (100, "expanded")):
-        q = tensors[0].detach()[:, :seqlen].requires_grad_()
-        out = attention(q, *tensors[1:], causal=True)
-        _grads(out if dout is None else out.sum(), [q, *tensors[1:]])
-        _last_backward(device)
-
-
-def test_warmup_prepares_what_will_be_needed(device: FakeDevice) -> None:
-    q, k, v = _inputs()
-    assert warmup(q, k, v, gate=False).state == "loaded"
-    assert [kernel.name for kernel in device.kernels] == ["fwd"]
-    assert describe(q, k, v, backward=True).state == "not compiled"
-    warmup(q, k, v, gate=False, backward=True, deterministic=True)
-    assert [kernel.name for kernel in device.kernels[1:]] == list(KERNELS)
-    described = describe(q, k, v, backward=True, deterministic=True)
-    assert (described.state, described.spec.deterministic) == ("loaded", True)
-    warmup(q.requires_grad_(), k, v, gate=False)
-    assert len(device.kernels) == 7
-    assert q.grad is None
-    # Named by its origin where no table has an entry.
-    assert describe(q, k, v, backward=True).source == "default"
-
-
-def test_a_kernel_that_writes_nothing_does_not_pass_the_gate(device: FakeDevice) -> None:
-    """Its gradients and workspaces hold NaN to begin with."""
-    spec = KernelSpec(kind="bwd", head_dim=64)
-    with pytest.raises(GateError, match=r"dq .*Do not use this kernel"):
-        gate_kernel(spec, default_config(spec), torch.device("cpu"))
-    assert [name for name, _ in device.order] == list(KERNELS)
-
-
-def test_a_compiler_s_refusal_is_told(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    tensors = _leaves()
-    out = attention(*tensors)
-    monkeypatch.setattr(plan, "compile_many", lambda jobs: [CompileError("nvcc refused it", "log")] * len(jobs))
-    with pytest.raises(CompileError, match="nvcc refused it"):
-        _grads(out, tensors)
-
-
-def test_configs(device: FakeDevice) -> None:
-    tensors = _leaves()
-    spec = KernelSpec(kind="bwd", head_dim=64, gqa_ratio=4)
-    _grads(attention(*tensors), tensors)
-    assert device.kernels[-1].config == default_config(spec)
-    forced = BwdConfig(block_n=128, split_heads=True)
-    _grads(attention(*tensors, backward_config=forced), tensors)
-    assert device.kernels[-1].config == forced
-    values = _last_backward(device)
-    assert values["dk_accum"] != 0
-    assert values["dv_accum"] - values["dk_accum"] >= 2 * 2 * 203 * 64 * 4
-    launches = len(device.order)
-    with pytest.raises(InfeasibleError, match="cannot run bwd_d64_bf16_full_gqa4 on a100"):
-        attention(*tensors, backward_config=BwdConfig(block_n=4096))
-    assert len(device.order) == launches
-    # Also where there is nothing to differentiate yet.
-    with pytest.raises(InfeasibleError, match="cannot run bwd_d64_bf16_full_gqa4 on a100"):
-        attention(*(x.detach() for x in tensors), backward_config=BwdConfig(block_n=4096))
-    # A fixed order that torch's switch asks for, too.
-    torch.use_deterministic_algorithms(True)
-    try:
-        with pytest.raises(InfeasibleError, match="split_heads"):
-            attention(*_leaves(), causal=True, backward_config=forced)
-    finally:
-        torch.use_deterministic_algorithms(False)
-    assert len(device.order) == launches
-    for call in (describe, warmup):
-        with pytest.raises(ArgumentError, match="backward must be True or False, got 'no'"):
-            call(*tensors, backward="no")  # type: ignore[operator]
-    for bad in ("fast", FwdConfig()):
-        with pytest.raises(ArgumentError, match=r"backward_config must be a fa2gen.BwdConfig"):
-            attention(*tensors, backward_config=bad)  # type: ignore[arg-type]
-
-
-def test_no_nvcc_is_a_toolchain_error(device: FakeDevice) -> None:
-    tensors = _leaves()
-    out = attention(*tensors)
-    device.compiler_error = ToolchainError("nvcc was not found")
-    with pytest.raises(ToolchainError, match="nvcc was not found"):
-        _grads(out, tensors, retain_graph=True)
-    device.compiler_error = None
-    _grads(out, tensors)
-    _last_backward(device)
 
 
 def test_empty_problems_launch_nothing(device: FakeDevice) -> None:
