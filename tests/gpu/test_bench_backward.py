@@ -1,12 +1,20 @@
-"""``fa2gen bench --pass`` on a GPU: gradients of all that is installed, compared and timed."""
+"""``fa2gen bench --pass`` on a GPU: gradients of all that is installed, compared and timed; and what is timed."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
+from fa2gen.bench.cells import PASSES, Cell, make_inputs
+from fa2gen.bench.own import own_implementation
+from fa2gen.bench.passes import make_ready
+from fa2gen.bench.peers import PEERS
 from fa2gen.bench.rows import OWN, Timing
+from fa2gen.problem import Problem
+from fa2gen.spec import KernelSpec
 from tests.bench_runs import bench
 
 
@@ -29,10 +37,29 @@ def test_gradients_of_all_peers(tmp_path: Path) -> None:
         assert 5 < host.outcomes[OWN].median < 1000
 
 
-def test_a_backward_is_timed_alone(tmp_path: Path) -> None:
-    size = "--headdim 128 --causal --seqlen 4096 --batch 2 --heads 16 --peer fa2 --no-host"
-    found = bench(tmp_path, *size.split(), "--pass", "fwd", "--pass", "bwd", "--pass", "fwd+bwd")
-    for name in (OWN, "fa2"):
-        forward, backward, step = (row.outcomes[name].median for row in found.rows)
-        assert backward > forward
-        assert step == pytest.approx(forward + backward, rel=0.15)
+@pytest.mark.parametrize("direction", PASSES)
+@pytest.mark.parametrize("name", ["fa2gen", "fa2"])
+def test_a_cell_times_its_passes_alone(name: str, direction: str) -> None:
+    spec = KernelSpec("fwd" if direction == "fwd" else "bwd", 128, causal=True, gqa_ratio=1, dtype="bf16")
+    cell = Cell(spec, Problem(2, 256, 256, 4, 4), with_forward=direction == "fwd+bwd")
+    one = own_implementation("tuned") if name == "fa2gen" else PEERS[name].find()
+    tensors = tuple(map(one.arrange, make_inputs(cell, torch.device("cuda", torch.cuda.current_device()), 0)))
+    with torch.set_grad_enabled(cell.is_backward), one.around():
+        ready = make_ready(one, cell, one.prepare(cell, *tensors[:3]), [tensors])
+        inputs = ready.begin(*tensors)
+        ready.call(*inputs)
+        launched = " ".join(_kernels_of(lambda: ready.call(*inputs)))
+    assert ("fwd" in launched) == ("fwd" in direction), launched
+    assert ("bwd" in launched) == ("bwd" in direction), launched
+
+
+def _kernels_of(call: Callable[[], object]) -> list[str]:
+    """Names of the kernels that a call launches."""
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call()
+        torch.cuda.synchronize()
+    names = [event.name for event in profile.events() or []]
+    if not names:
+        pytest.skip("the profiler sees no kernels on this machine")
+    return names
