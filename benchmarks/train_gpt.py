@@ -1,11 +1,13 @@
 """Train GPT-3 layers with fa2gen's attention and with torch's: do the losses agree, and how fast is a step?
 
     python benchmarks/train_gpt.py run --shape 1.3b --context 8192
+    python benchmarks/train_gpt.py gradients --shape 1.3b --context 8192
     python benchmarks/train_gpt.py plot benchmarks/results/train_gpt/1.3b_8k_*.csv
 
 Every run of a setting sees the same batches of real text (the sources of Python and torch, byte by byte) and has the
 same model, optimizer and precision; attention alone differs. Torch's FlashAttention-2 runs with several seeds, whose
-losses span a band: another library's curve must stay as near to the one of the same seed.
+losses span a band: another library's curve must stay as near to the one of the same seed. The gradients of a trained
+model are compared by themselves: they must be about as near to those in float32 as FlashAttention-2's.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ import contextlib
 import shlex
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +25,25 @@ import click
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from torch import Tensor
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
 from benchmarks.gpt import figure, report  # noqa: E402
-from benchmarks.gpt.model import ATTENTIONS, SHAPES  # noqa: E402
-from benchmarks.gpt.runs import FEWEST_STEPS, Run, Setting, ordered, read_csv, write_csv  # noqa: E402
+from benchmarks.gpt.gradients import LIMIT, gradient_errors, largest_ratio, sentence  # noqa: E402
+from benchmarks.gpt.model import ATTENTIONS, GPT, SHAPES, require_working  # noqa: E402
+from benchmarks.gpt.runs import (  # noqa: E402
+    DEFAULT_LAYERS,
+    DEFAULT_STEPS,
+    DEFAULT_TOKENS,
+    FEWEST_STEPS,
+    Run,
+    Setting,
+    ordered,
+    read_csv,
+    write_csv,
+)
 from benchmarks.gpt.text import Batches, Text, read_text  # noqa: E402
 from benchmarks.gpt.training import PRECISION, Measured, train  # noqa: E402
 from benchmarks.gpt.verdict import Verdict  # noqa: E402
@@ -37,7 +52,12 @@ from fa2gen.driver.clocks import ClockSampler, open_clock_reader  # noqa: E402
 from fa2gen.errors import ArgumentError, Fa2genError, GateError, LaunchError, ToolchainError  # noqa: E402
 from fa2gen.runtime import describe  # noqa: E402
 
-RESULTS = REPOSITORY / "benchmarks" / "results" / "train_gpt"
+# Not where the committed results are: those of another GPU or depth do not belong between them.
+RESULTS = Path("train_gpt_results")
+# Of the text's SHA-256, in the identity of a run.
+_DIGITS = 12
+# Of whose loss the gradients are that are compared.
+_CHECKED_TOKENS = 8192
 # What --dry-run trains, on one thread: two sequences of 32 tokens a step take 10 ms on a CPU.
 _DRY = Setting("CPU", "tiny", layers=1, context=32, tokens=64)
 _DRY_BYTES = 1 << 18
@@ -52,21 +72,64 @@ def cli() -> None:
     """Train GPT-3 layers with fa2gen's attention and with torch's."""
 
 
+def _model_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Options of what is trained, and of where its results go."""
+    shapes = click.Choice(["1.3b", "2.7b"])
+    for option in reversed(
+        [
+            click.option("--shape", type=shapes, default="1.3b", show_default=True, help="Of the layers."),
+            click.option(
+                "--context", type=_POSITIVE, default=2048, show_default=True, metavar="N", help="Tokens of a sequence."
+            ),
+            click.option(
+                "--layers",
+                type=_POSITIVE,
+                default=DEFAULT_LAYERS,
+                show_default=True,
+                metavar="N",
+                help="Depth; the models have 24 and 32.",
+            ),
+            click.option(
+                "--batch",
+                "tokens",
+                type=_POSITIVE,
+                default=DEFAULT_TOKENS,
+                show_default=True,
+                metavar="N",
+                help="Tokens a step.",
+            ),
+            click.option(
+                "--attention",
+                "attentions",
+                type=click.Choice(list(ATTENTIONS)),
+                multiple=True,
+                help="By whom; may be repeated. [default: fa2gen, flash and cudnn]",
+            ),
+            click.option(
+                "--steps",
+                type=click.IntRange(min=FEWEST_STEPS),
+                default=DEFAULT_STEPS,
+                show_default=True,
+                metavar="N",
+            ),
+            click.option(
+                "-o",
+                "--out",
+                type=click.Path(file_okay=False, path_type=Path),
+                metavar="DIR",
+                help=f"Folder for the results. [default: {RESULTS}; for a dry run a new temporary one]",
+            ),
+            click.option(
+                "--dry-run", is_flag=True, help="A tiny model on the CPU, fa2gen and math: whether all of it works."
+            ),
+        ]
+    ):
+        command = option(command)
+    return command
+
+
 @cli.command()
-@click.option("--shape", type=click.Choice(["1.3b", "2.7b"]), default="1.3b", show_default=True, help="Of the layers.")
-@click.option("--context", type=_POSITIVE, default=2048, show_default=True, metavar="N", help="Tokens of a sequence.")
-@click.option(
-    "--layers", type=_POSITIVE, default=4, show_default=True, metavar="N", help="Depth; the models have 24 and 32."
-)
-@click.option("--batch", "tokens", type=_POSITIVE, default=16384, show_default=True, metavar="N", help="Tokens a step.")
-@click.option(
-    "--attention",
-    "attentions",
-    type=click.Choice(list(ATTENTIONS)),
-    multiple=True,
-    help="By whom; may be repeated. [default: fa2gen, flash and cudnn]",
-)
-@click.option("--steps", type=click.IntRange(min=FEWEST_STEPS), default=200, show_default=True, metavar="N")
+@_model_options
 @click.option(
     "--seeds",
     type=_POSITIVE,
@@ -76,59 +139,65 @@ def cli() -> None:
     help="Seeds of flash, or of another of torch's attentions without it; the rest run the first. A verdict needs 3.",
 )
 @click.option("--compile/--no-compile", "compiled", default=False, show_default=True, help="Through torch.compile.")
-@click.option(
-    "-o",
-    "--out",
-    type=click.Path(file_okay=False, path_type=Path),
-    metavar="DIR",
-    help="Folder for the CSV of each run, the summary and the figure. [default: benchmarks/results/train_gpt; for a "
-    "dry run a new temporary one]",
-)
-@click.option("--dry-run", is_flag=True, help="A tiny model on the CPU, fa2gen and math: whether all of it works.")
-def run(
-    shape: str,
-    context: int,
-    layers: int,
-    tokens: int,
-    attentions: tuple[str, ...],
-    steps: int,
-    seeds: int,
-    compiled: bool,
-    out: Path | None,
-    dry_run: bool,
-) -> int:
-    """Train, measure and compare; the exit code is 1 if fa2gen's losses do not agree."""
-    if dry_run:
-        _refuse_given("shape", "context", "layers", "tokens")
-        shape, layers, context, tokens = _DRY.shape, _DRY.layers, _DRY.context, _DRY.tokens
-    if tokens % context:
-        raise ArgumentError(f"--batch {tokens} is not a multiple of --context {context}")
-    attentions = tuple(dict.fromkeys(attentions)) or (_DRY_ATTENTIONS if dry_run else ("fa2gen", "flash", "cudnn"))
-    if "math" in attentions and context > _MATH_MOST_CONTEXT:
-        raise ArgumentError(
-            f"--attention math keeps all scores in memory: --context must be {_MATH_MOST_CONTEXT} or less"
-        )
-    device = _device(dry_run)
-    out = _results_folder(out, dry_run)
-    setting = Setting(_gpu_name(device), shape, layers, context, tokens)
-    text = read_text(_DRY_BYTES if dry_run else None)
-    batches = Batches(text, steps, tokens // context, context, device)
+def run(seeds: int, compiled: bool, **options: Any) -> int:
+    """Train, measure and compare; the exit code is 1 if fa2gen's losses do not agree.
+
+    Writes the CSV of each run, a summary and a figure.
+    """
+    job = _prepare(compiled=compiled, **options)
     runs: list[Run] = []
     details: dict[tuple[str, int], dict[str, Any]] = {}
-    with _progress() as bar, _one_thread(dry_run):
-        for attention, seed in schedule(attentions, seeds):
-            task = bar.add_task(f"{attention}, seed {seed}", total=steps, loss="")
-            measured, clocks = _train(setting, attention, seed, batches, device, compiled, bar, task)
-            runs.append(Run(setting, attention, seed, measured.losses, measured.ms))
+    with _progress() as bar, _one_thread(job.dry_run):
+        for attention, seed in schedule(job.attentions, seeds):
+            measured, clocks = _train(job, attention, seed, bar)
+            runs.append(Run(job.setting, attention, seed, measured.losses, measured.ms))
             details[attention, seed] = {"peak_memory_gb": _gigabytes(measured.peak_bytes), "clocks": clocks}
             if attention == "fa2gen":
-                details[attention, seed]["kernels"] = _kernels(setting, device)
-            write_csv(runs[-1], out)
+                details[attention, seed]["kernels"] = _kernels(job.setting, job.device)
+            write_csv(runs[-1], job.out)
     runs = ordered(runs)
     verdicts = report.judge_all(runs)
-    document = report.summary(runs, verdicts, details, _provenance(device, text, compiled))
-    report.write(document, out / f"{setting.slug()}.json")
-    return _show(runs, verdicts, out)
+    document = report.summary(runs, verdicts, details, _provenance(job))
+    report.write(document, job.out / f"{job.setting.slug()}.json")
+    return _show(runs, verdicts, job.out)
+
+
+@cli.command()
+@_model_options
+def gradients(**options: Any) -> int:
+    """Train once with flash, or another of torch's attentions without it; compare the gradients of all at the end.
+
+    The exit code is 1 if fa2gen's do not agree. Writes a summary.
+    """
+    if options["attentions"] and report.reference_of(options["attentions"]) is None:
+        raise ArgumentError("--attention must name one of torch's attentions too: gradients are compared with its own")
+    job = _prepare(compiled=False, **options)
+    name = str(report.reference_of(job.attentions))
+    weights: dict[str, Tensor] = {}
+    with _progress() as bar, _one_thread(job.dry_run):
+        measured, _ = _train(job, name, 0, bar, finish=lambda model: weights.update(model.state_dict()))
+        setting = job.setting
+        # What the float32 formula keeps of a layer at a time is 4 bytes times heads times tokens times context.
+        batch = [x[: max(1, _CHECKED_TOKENS // setting.context)] for x in job.batches[setting.steps]]
+        errors = gradient_errors(
+            SHAPES[setting.shape],
+            setting.layers,
+            setting.context,
+            weights,
+            (batch[0], batch[1]),
+            {attention: ATTENTIONS[attention] for attention in job.attentions},
+        )
+    reference = next(one for one in errors if one.attention == name)
+    document = report.gradients_summary(setting, measured.losses[-1], errors, reference, _provenance(job))
+    report.write(document, job.out / f"{setting.slug()}_gradients.json")
+    report.show_gradients(setting, errors, _console())
+    others = [one for one in errors if one is not reference]
+    for one in others:
+        click.echo(sentence(one, reference))
+    wrong = [one for one in others if one.attention == "fa2gen" and largest_ratio(one, reference)[0] > LIMIT]
+    if wrong:
+        raise GateError(sentence(wrong[0], reference))
+    return 0
 
 
 @cli.command()
@@ -157,6 +226,53 @@ def schedule(attentions: Sequence[str], seeds: int) -> list[tuple[str, int]]:
     for index in range(max(len(others), len(band))):
         plan += band[index : index + 1] + others[index : index + 1]
     return plan
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What a command was asked to train."""
+
+    setting: Setting
+    attentions: tuple[str, ...]
+    text: Text
+    batches: Batches
+    device: torch.device
+    out: Path
+    dry_run: bool
+
+
+def _prepare(
+    *,
+    shape: str,
+    context: int,
+    layers: int,
+    tokens: int,
+    attentions: tuple[str, ...],
+    steps: int,
+    compiled: bool,
+    out: Path | None,
+    dry_run: bool,
+) -> _Job:
+    """Check the options, and make everything that needs no training."""
+    if dry_run:
+        _refuse_given("shape", "context", "layers", "tokens")
+        shape, layers, context, tokens = _DRY.shape, _DRY.layers, _DRY.context, _DRY.tokens
+    if tokens % context:
+        raise ArgumentError(f"--batch {tokens} is not a multiple of --context {context}")
+    attentions = tuple(dict.fromkeys(attentions)) or (_DRY_ATTENTIONS if dry_run else ("fa2gen", "flash", "cudnn"))
+    if "math" in attentions and context > _MATH_MOST_CONTEXT:
+        raise ArgumentError(
+            f"--attention math keeps all scores in memory: --context must be {_MATH_MOST_CONTEXT} or less"
+        )
+    device = _device(dry_run)
+    for attention in attentions:
+        require_working(attention, SHAPES[shape], device)
+    text = read_text(_DRY_BYTES if dry_run else None)
+    digest = text.sha256[:_DIGITS]
+    setting = Setting(_gpu_name(device), shape, layers, context, tokens, steps, compiled, digest)
+    # One more, for what is done after the training.
+    batches = Batches(text, steps + 1, tokens // context, context, device)
+    return _Job(setting, attentions, text, batches, device, _results_folder(out, dry_run), dry_run)
 
 
 def _results_folder(out: Path | None, dry_run: bool) -> Path:
@@ -204,28 +320,25 @@ def _gpu_name(device: torch.device) -> str:
 
 
 def _train(
-    setting: Setting,
-    attention: str,
-    seed: int,
-    batches: Batches,
-    device: torch.device,
-    compiled: bool,
-    bar: Progress,
-    task: Any,
+    job: _Job, attention: str, seed: int, bar: Progress, finish: Callable[[GPT], None] = lambda _: None
 ) -> tuple[Measured, dict[str, Any] | None]:
     """A run, and what the chip's clock did meanwhile."""
-    reader = open_clock_reader(device.index) if device.type == "cuda" else None
+    setting = job.setting
+    task = bar.add_task(f"{attention}, seed {seed}", total=setting.steps, loss="")
+    reader = open_clock_reader(job.device.index) if job.device.type == "cuda" else None
     with ClockSampler(reader, interval=0.25) as sampler:
         measured = train(
             SHAPES[setting.shape],
             setting.layers,
             ATTENTIONS[attention],
-            batches,
+            job.batches,
+            steps=setting.steps,
             context=setting.context,
             seed=seed,
-            device=device,
-            compiled=compiled,
+            device=job.device,
+            compiled=setting.compiled,
             progress=lambda steps, loss: bar.update(task, completed=steps, loss=f"loss {loss:.3f}"),
+            finish=finish,
         )
     clocks = sampler.clocks()
     return measured, None if clocks is None else {**vars(clocks), "throttle": list(clocks.throttle)}
@@ -247,12 +360,12 @@ def _gigabytes(size: int | None) -> float | None:
     return None if size is None else round(size / 1e9, 2)
 
 
-def _provenance(device: torch.device, text: Text, compiled: bool) -> dict[str, Any]:
+def _provenance(job: _Job) -> dict[str, Any]:
+    text = job.text
     return {
-        **provenance(device.index if device.type == "cuda" else None),
+        **provenance(job.device.index if job.device.type == "cuda" else None),
         "command": _command_line(),
         "precision": PRECISION,
-        "compiled": compiled,
         "text": {"bytes": len(text.tokens), "files": text.files, "sha256": text.sha256},
     }
 
@@ -287,7 +400,7 @@ def _progress() -> Progress:
 
 def _show(runs: Sequence[Run], verdicts: Sequence[Verdict], out: Path) -> int:
     """Print and draw; raises if fa2gen's curve is not the reference's."""
-    report.show(runs, verdicts, Console(width=None if sys.stdout.isatty() else 140, highlight=False))
+    report.show(runs, verdicts, _console())
     path = out / f"{runs[0].setting.slug()}.png"
     try:
         figure.draw(runs, report.reference_of([one.attention for one in runs]), path)
@@ -298,6 +411,10 @@ def _show(runs: Sequence[Run], verdicts: Sequence[Verdict], out: Path) -> int:
     if wrong:
         raise GateError(str(wrong[0]))
     return 0
+
+
+def _console() -> Console:
+    return Console(width=None if sys.stdout.isatty() else 140, highlight=False)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

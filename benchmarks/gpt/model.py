@@ -9,10 +9,13 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from fa2gen.bench.peers import first_line
+from fa2gen.errors import UnsupportedError
 from fa2gen.runtime import attention
 
 from .text import VOCABULARY
@@ -76,6 +79,21 @@ ATTENTIONS = {
     "math": Attention("torch's formula, all scores in memory", _sdpa, lambda: sdpa_kernel(SDPBackend.MATH)),
 }
 """By the name that the command line and the results use."""
+
+
+def require_working(name: str, shape: Shape, device: torch.device) -> None:
+    """Raise unless an attention runs here, forward and backward, so that no series of runs ends in the middle.
+
+    Raises:
+        UnsupportedError: A backend of SDPA is missing in this torch, or does not take the shape on this device.
+    """
+    size = (1, 16, shape.heads, shape.head_dim)
+    x = torch.zeros(size, dtype=torch.bfloat16, device=device, requires_grad=True)
+    try:
+        with ATTENTIONS[name].around():
+            ATTENTIONS[name].call(x, x, x).sum().backward()  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        raise UnsupportedError(f"--attention {name} does not run on {device}: {first_line(error)}") from None
 
 
 class Block(nn.Module):

@@ -13,8 +13,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from .gradients import LIMIT, PARTS, GradientErrors, largest_ratio
 from .model import ATTENTIONS
-from .runs import WARMUP_STEPS, Run, peak_tflops
+from .runs import WARMUP_STEPS, Run, Setting, peak_tflops
 from .text import VOCABULARY
 from .verdict import FEWEST_SEEDS, SMOOTHING, Verdict, judge, smooth
 
@@ -24,7 +25,14 @@ METHOD = (
     "consecutive steps (batch, forward, backward, clipping, AdamW and the copy to bf16 included); FLOPs: Megatron-LM's "
     "72 B S L h^2 (1 + S / 6h + V / 12 L h), attention's products in full although the mask spares half of them "
     "(mfu_causal: half); MFU: over the GPU's dense bf16 peak; curves: "
-    f"means over {SMOOTHING} steps, all runs on the same batches, seeds differ in the first weights"
+    f"means over {SMOOTHING} steps, all runs on the same batches, seeds differ in the first weights; two agree where "
+    "their difference is at most the width of the band that the reference's seeds span, the largest within "
+    f"{SMOOTHING} steps on either side"
+)
+GRADIENTS_METHOD = (
+    "weights that a run of the reference's first seed ended with; gradients of the weights that make q, k and v, each "
+    "layer's, from one more batch; relative: norm of the difference from the gradients of the same model in float32 "
+    "with torch's formula, over their norm"
 )
 
 
@@ -93,7 +101,6 @@ def summary(
         "provenance": {**provenance, "method": METHOD},
         "setting": {
             **dataclasses.asdict(setting),
-            "steps": len(runs[0].losses),
             "vocabulary": VOCABULARY,
             "flops_per_step": setting.flops(),
             "flops_per_step_causal": setting.flops(causal=True),
@@ -124,6 +131,50 @@ def _run_form(run: Run) -> dict[str, Any]:
 def _number(value: Any) -> Any:
     """JSON has no infinity and no NaN."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def show_gradients(setting: Setting, errors: Sequence[GradientErrors], console: Console) -> None:
+    """Print the errors of a trained model's gradients, the largest of all layers."""
+    console.print(f"{setting.title()}: gradients beside those in float32", markup=False)
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False)
+    for name in ("attention", *PARTS):
+        table.add_column(name, justify="left" if name == "attention" else "right", no_wrap=True)
+    for one in errors:
+        table.add_row(one.attention, *(f"{100 * one.worst(part):.2f} %" for part in range(len(PARTS))))
+    console.print(table)
+
+
+def gradients_summary(
+    setting: Setting,
+    loss: float,
+    errors: Sequence[GradientErrors],
+    reference: GradientErrors,
+    provenance: Mapping[str, Any],
+) -> dict[str, Any]:
+    """The document of one comparison of gradients.
+
+    Args:
+        setting: Of the training before.
+        loss: Which that ended with.
+        errors, reference: What was found; of whom the others' are judged by.
+        provenance: Machine, versions, text, command line.
+    """
+    return {
+        "schema": SCHEMA,
+        "provenance": {**provenance, "method": GRADIENTS_METHOD},
+        "setting": dataclasses.asdict(setting),
+        "loss": _number(loss),
+        "reference": reference.attention,
+        "limit": LIMIT,
+        "gradients": [
+            {
+                "attention": one.attention,
+                "ratio": _number(largest_ratio(one, reference)[0]),
+                "relative": [dict(zip(PARTS, map(_number, layer), strict=True)) for layer in one.relative],
+            }
+            for one in errors
+        ],
+    }
 
 
 def write(document: Mapping[str, Any], path: Path) -> None:

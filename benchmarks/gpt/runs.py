@@ -17,6 +17,8 @@ from .model import ATTENTIONS, SHAPES, step_flops
 WARMUP_STEPS = 10
 """Steps whose times do not count: kernels are compiled and loaded, the allocator and the clocks settle."""
 FEWEST_STEPS = 40
+DEFAULT_LAYERS, DEFAULT_TOKENS, DEFAULT_STEPS = 4, 16384, 200
+"""Of a run; what differs from them is in the names of its files."""
 # Dense bf16 with float32 accumulation, TFLOP/s, by what the driver's name of the GPU holds (NVIDIA's datasheets).
 _PEAKS = {
     "H200 NVL": 835.5,
@@ -41,6 +43,9 @@ class Setting:
         shape: A key of ``SHAPES``.
         layers, context: Depth, and tokens of a sequence.
         tokens: Of a step: whole sequences.
+        steps: How many.
+        compiled: Through ``torch.compile``.
+        text: First digits of the text's SHA-256.
     """
 
     gpu: str
@@ -48,22 +53,31 @@ class Setting:
     layers: int
     context: int
     tokens: int
+    steps: int = DEFAULT_STEPS
+    compiled: bool = False
+    text: str = ""
 
     def flops(self, *, causal: bool = False) -> float:
         """Of a step; see :func:`step_flops`."""
         return step_flops(SHAPES[self.shape], self.layers, self.context, self.tokens, causal=causal)
 
     def slug(self) -> str:
-        """For file names, e.g. ``"1.3b_2k"``."""
+        """For file names, e.g. ``"1.3b_2k"``, or ``"1.3b_2k_24layers"``."""
         length = f"{self.context // 1024}k" if self.context % 1024 == 0 else str(self.context)
-        return f"{self.shape}_{length}"
+        words = [self.shape, length]
+        for name, usual in (("layers", DEFAULT_LAYERS), ("tokens", DEFAULT_TOKENS), ("steps", DEFAULT_STEPS)):
+            if getattr(self, name) != usual:
+                words.append(f"{getattr(self, name)}{name}")
+        return "_".join([*words, "compiled"] if self.compiled else words)
 
     def title(self) -> str:
         """For people, e.g. ``"GPT-3 1.3B layers (hidden 2048, 16 heads of 128), 4 of them, context 2048, ..."``."""
         shape = SHAPES[self.shape]
+        compiled = ", compiled" if self.compiled else ""
         return (
             f"GPT-3 {self.shape.upper()} layers (hidden {shape.hidden}, {shape.heads} heads of {shape.head_dim}), "
-            f"{self.layers} of them, context {self.context}, {self.tokens} tokens a step, {self.gpu}"
+            f"{self.layers} of them{compiled}, context {self.context}, {self.steps} steps of {self.tokens} tokens, "
+            f"{self.gpu}"
         )
 
 
@@ -106,7 +120,7 @@ class Run:
         return f"{self.setting.slug()}_{self.attention}_seed{self.seed}.csv"
 
 
-_IDENTITY = ("gpu", "shape", "layers", "context", "tokens", "attention", "seed")
+_IDENTITY = (*(field.name for field in dataclasses.fields(Setting)), "attention", "seed")
 _COLUMNS = (*_IDENTITY, "step", "loss", "ms")
 
 
@@ -114,7 +128,7 @@ def write_csv(run: Run, folder: Path) -> Path:
     """Write a run, a line for each step, each with all that identifies the run; the file's path."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / run.file_name()
-    identity = (*dataclasses.astuple(run.setting), run.attention, run.seed)
+    identity = (*map(_form, dataclasses.astuple(run.setting)), run.attention, run.seed)
     with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(_COLUMNS)
@@ -130,14 +144,18 @@ def read_csv(paths: Iterable[Path]) -> list[Run]:
         ArgumentError: A file is none, or its runs cannot be compared with those of the others; the message names it.
     """
     runs: list[Run] = []
+    first: Path | None = None
     for path in paths:
+        first = first or path
         try:
-            with path.open(encoding="utf-8", newline="") as file:
-                run = _read_rows(list(csv.DictReader(file)))
+            text = path.read_text(encoding="utf-8-sig")
+            if text and not text.endswith("\n"):
+                raise ValueError("its last line is not whole")
+            run = _read_rows(list(csv.DictReader(text.splitlines())))
         except (KeyError, TypeError, ValueError) as error:
             raise ArgumentError(f"{path}: not a run of train_gpt: {error}") from None
         if runs and run.setting != runs[0].setting:
-            raise ArgumentError(f"{path}: {run.setting.title()} cannot be compared with {runs[0].setting.title()}")
+            raise ArgumentError(f"{path} cannot be compared with {first}: {_differences(run, runs[0])}")
         if any((run.attention, run.seed) == (other.attention, other.seed) for other in runs):
             raise ArgumentError(f"{path}: another file holds seed {run.seed} of {run.attention} too")
         runs.append(run)
@@ -159,17 +177,30 @@ def _read_rows(rows: Sequence[dict[str, str]]) -> Run:
     for name, known in (("shape", SHAPES), ("attention", ATTENTIONS)):
         if first[name] not in known:
             raise ValueError(f"{name} {first[name]!r} is none of {', '.join(known)}")
-    setting = Setting(
-        first["gpu"], first["shape"], *(_count(first[name], name) for name in ("layers", "context", "tokens"))
-    )
+    counts = (_count(first[name], name) for name in ("layers", "context", "tokens", "steps"))
+    if first["compiled"] not in ("0", "1"):
+        raise ValueError(f"compiled is {first['compiled']!r}")
+    setting = Setting(first["gpu"], first["shape"], *counts, first["compiled"] == "1", first["text"])
     if [row["step"] for row in rows] != [str(step) for step in range(len(rows))]:
         raise ValueError("its steps are not 0, 1, 2, ...")
     if len(rows) < FEWEST_STEPS:
         raise ValueError(f"{len(rows)} steps are too few: at least {FEWEST_STEPS}")
+    if len(rows) != setting.steps:
+        raise ValueError(f"it holds {len(rows)} of {setting.steps} steps")
     ms = [float(row["ms"]) for row in rows]
     if not all(math.isfinite(x) and x > 0 for x in ms):
         raise ValueError("a step's time is not positive and finite")
     return Run(setting, first["attention"], int(first["seed"]), [float(row["loss"]) for row in rows], ms)
+
+
+def _form(value: object) -> object:
+    return int(value) if isinstance(value, bool) else value
+
+
+def _differences(run: Run, other: Run) -> str:
+    """In words, e.g. ``"layers 4 and 24"``."""
+    one, two = dataclasses.asdict(run.setting), dataclasses.asdict(other.setting)
+    return ", ".join(f"{name} {one[name]} and {two[name]}" for name in one if one[name] != two[name])
 
 
 def _count(text: str, name: str) -> int:

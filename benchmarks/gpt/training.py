@@ -111,24 +111,28 @@ def train(
     attention: Attention,
     batches: Batches,
     *,
+    steps: int,
     context: int,
     seed: int,
     device: torch.device,
     compiled: bool = False,
     progress: Callable[[int, float], None] = lambda _steps, _loss: None,
+    finish: Callable[[GPT], None] = lambda _model: None,
 ) -> Measured:
-    """Train a fresh model over all batches.
+    """Train a fresh model.
 
     Args:
         shape, layers, context: The model.
+        steps: How many.
         attention: Who computes its attention.
-        batches: A step each.
+        batches: A step each, at least ``steps`` of them.
         seed: Of the model's first weights, and of nothing else: the batches are every run's.
         device: Where.
         compiled: Through ``torch.compile``.
         progress: Called now and then with the steps done and the last loss.
+        finish: Called with the trained model.
     """
-    _free_memory(device)
+    free_memory(device)
     torch.manual_seed(seed)
     with device:
         model = GPT(shape, layers, context, attention.call).bfloat16()
@@ -137,22 +141,23 @@ def train(
         torch.compiler.reset()
     forward: Callable[[Tensor, Tensor], Tensor] = torch.compile(model) if compiled else model
     optimizer, laps = MasterAdamW(model), _Laps(device)
-    losses = torch.zeros(len(batches), device=device)
+    losses = torch.zeros(steps, device=device)
     with attention.around():
         laps.lap()
-        for step in range(len(batches)):
+        for step in range(steps):
             loss = forward(*batches[step])
             loss.backward()
-            optimizer.step(learning_rate(step, len(batches), shape.peak_rate))
+            optimizer.step(learning_rate(step, steps, shape.peak_rate))
             losses[step] = loss.detach()
             laps.lap()
-            if (step + 1) % _STEPS_PER_REPORT == 0 or step + 1 == len(batches):
+            if (step + 1) % _STEPS_PER_REPORT == 0 or step + 1 == steps:
                 progress(step + 1, float(loss.detach()))
     peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else None
+    finish(model)
     return Measured(losses.tolist(), laps.milliseconds(), peak)
 
 
-def _free_memory(device: torch.device) -> None:
+def free_memory(device: torch.device) -> None:
     """The run before this one is to leave no trace: its model sits in reference cycles."""
     gc.collect()
     if device.type == "cuda":

@@ -1,8 +1,9 @@
 """Whether two loss curves agree: the difference between two libraries beside that between seeds of one of them.
 
 All runs see the same batches, so a seed changes the first weights only. Curves of other arithmetic drift apart as the
-rounding of each step feeds the next; curves of other weights start apart. A library that computes attention wrongly, or
-its gradients, leaves the band that the seeds span.
+rounding of each step feeds the next; curves of other weights start apart. A library whose curve stays within the band
+that the seeds span changes training no more than other first weights do. Whether its gradients are right, curves show
+poorly, and ``gradients.py`` well.
 """
 
 from __future__ import annotations

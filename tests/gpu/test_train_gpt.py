@@ -20,7 +20,7 @@ def test_losses_agree(shape: str, tmp_path: Path, capsys: pytest.CaptureFixture[
     captured = capsys.readouterr()
     assert code == 0, captured.err
     assert "fa2gen agrees with flash" in captured.out
-    document = json.loads((tmp_path / f"{shape}_512.json").read_text())
+    document = json.loads((tmp_path / f"{shape}_512_1layers_4096tokens_60steps.json").read_text())
     assert document["provenance"]["gpu"] == torch.cuda.get_device_name()
     assert set(document["runs"][0]["kernels"]) == {"fwd", "bwd"}
     runs = read_csv(tmp_path.glob("*.csv"))
@@ -34,3 +34,17 @@ def test_losses_agree(shape: str, tmp_path: Path, capsys: pytest.CaptureFixture[
         assert run.losses[0] == pytest.approx(5.9, abs=0.8)
         assert run.losses[-1] < 4
         assert run.tokens_per_s > 10_000
+
+
+@pytest.mark.parametrize("shape", ["1.3b", "2.7b"])
+def test_gradients_agree(shape: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    size = ["--layers", "2", "--context", "1024", "--batch", "4096", "--steps", "40"]
+    code = train_gpt.main(["gradients", "--shape", shape, *size, "--out", str(tmp_path)])
+    captured = capsys.readouterr()
+    assert code == 0, captured.err
+    assert "the gradients of fa2gen agree with those of flash" in captured.out
+    (path,) = tmp_path.iterdir()
+    found = {one["attention"]: one for one in json.loads(path.read_text())["gradients"]}
+    assert found.keys() == {"fa2gen", "flash", "cudnn"}
+    # bf16 has 8 bits.
+    assert all(0 < error < 0.1 for one in found.values() for layer in one["relative"] for error in layer.values())

@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import re
 import sys
 import tempfile
 from pathlib import Path
@@ -23,8 +24,8 @@ from benchmarks.gpt.training import MasterAdamW, learning_rate
 from benchmarks.gpt.verdict import SMOOTHING, judge, smooth, spread
 from fa2gen.errors import ArgumentError
 
-SETTING = Setting("NVIDIA H200", "1.3b", layers=4, context=2048, tokens=16384)
 STEPS = 80
+SETTING = Setting("NVIDIA H200", "1.3b", layers=4, context=2048, tokens=16384, steps=STEPS, text="0123456789ab")
 
 
 def curve(attention: str, seed: int, change: object = 0.0, gpu: str = SETTING.gpu) -> Run:
@@ -195,7 +196,7 @@ def test_runs_take_turns() -> None:
 def test_csvs_come_back_as_they_were(tmp_path: Path) -> None:
     runs = [*SEEDS, curve("fa2gen", 0)]
     paths = [write_csv(run, tmp_path / "new") for run in runs]
-    assert paths[0].name == "1.3b_2k_flash_seed0.csv"
+    assert paths[0].name == "1.3b_2k_80steps_flash_seed0.csv"
     found = read_csv(paths)
     assert [(run.attention, run.seed) for run in found] == [("fa2gen", 0), ("flash", 0), ("flash", 1), ("flash", 2)]
     for run, wanted in zip(found, ordered(runs), strict=True):
@@ -212,6 +213,9 @@ def test_damaged_csvs_are_named(tmp_path: Path) -> None:
         ("", "its columns must be"),
         (good.replace("loss", "cost", 1), "its columns must be"),
         ("".join(lines[:30]), "29 steps are too few"),
+        ("".join(lines[:60]), "it holds 59 of 80 steps"),
+        (good[:-3], "its last line is not whole"),
+        (good.replace(",80,0,", ",80,no,"), "compiled is 'no'"),
         ("".join([lines[0], *lines[2:]]), "its steps are not 0, 1, 2"),
         (good.replace("flash,0,5,", "flash,1,5,"), "it holds several runs"),
         (good.replace(",flash,", ",fa9,"), "attention 'fa9' is none of fa2gen, flash"),
@@ -227,9 +231,36 @@ def test_damaged_csvs_are_named(tmp_path: Path) -> None:
     path.write_text(good)
     with pytest.raises(ArgumentError, match="another file holds seed 0 of flash too"):
         read_csv([path, path])
-    other = write_csv(curve("flash", 1, gpu="NVIDIA A100"), tmp_path)
-    with pytest.raises(ArgumentError, match="cannot be compared"):
-        read_csv([path, other])
+    path.write_text("\ufeff" + good)
+    assert read_csv([path])[0].losses == pytest.approx(SEEDS[0].losses, abs=1e-6)
+
+
+def test_runs_of_different_settings_are_not_mixed(tmp_path: Path) -> None:
+    path = write_csv(SEEDS[0], tmp_path)
+    for index, (change, words) in enumerate(
+        [
+            ({"gpu": "NVIDIA A100"}, "gpu NVIDIA A100 and NVIDIA H200"),
+            ({"layers": 24}, "layers 24 and 4"),
+            ({"tokens": 32768}, "tokens 32768 and 16384"),
+            ({"compiled": True}, "compiled True and False"),
+            ({"text": "ba9876543210"}, "text ba9876543210 and 0123456789ab"),
+        ]
+    ):
+        changed = dataclasses.replace(SETTING, **change)
+        other = write_csv(dataclasses.replace(SEEDS[1], setting=changed), tmp_path / str(index))
+        with pytest.raises(ArgumentError, match=re.escape(f"{other} cannot be compared with {path}: {words}")):
+            read_csv([path, other])
+
+
+def test_what_is_not_usual_is_in_the_names_of_files() -> None:
+    usual = Setting("NVIDIA H200", "2.7b", layers=4, context=8192, tokens=16384)
+    assert usual.slug() == "2.7b_8k"
+    for change, slug in [
+        ({"layers": 32, "context": 1000}, "2.7b_1000_32layers"),
+        ({"tokens": 32768, "steps": 1000}, "2.7b_8k_32768tokens_1000steps"),
+        ({"compiled": True}, "2.7b_8k_compiled"),
+    ]:
+        assert dataclasses.replace(usual, **change).slug() == slug
 
 
 def run_command(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -248,7 +279,7 @@ def test_plot_draws_the_csvs_alone(tmp_path: Path, capsys: pytest.CaptureFixture
     paths = [write_csv(run, tmp_path) for run in [*SEEDS, curve("fa2gen", 0, 1e-3), curve("cudnn", 0, 2e-3)]]
     code, out, err = run_command(capsys, "plot", *paths, "--out", tmp_path / "new")
     assert code == 0, err
-    assert (tmp_path / "new" / "1.3b_2k.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "new" / "1.3b_2k_80steps.png").read_bytes().startswith(b"\x89PNG")
     assert "fa2gen agrees with flash" in out
     assert "cudnn agrees with flash" in out
     assert "45.9 %" in out  # 23.14 TFLOP in 51 ms, of 989.4
@@ -288,6 +319,13 @@ def test_a_curve_that_does_not_agree_is_an_error(tmp_path: Path, capsys: pytest.
         (("run", "--batch", "1000"), 1, "--batch 1000 is not a multiple of --context 2048"),
         (("run", "--context", "8192", "--attention", "math"), 1, "--context must be 2048 or less"),
         (("run", "--dry-run", "--layers", "2"), 2, "so it takes no --layers"),
+        (
+            ("run", "--dry-run", "--attention", "math", "--attention", "cudnn"),
+            1,
+            "--attention cudnn does not run on cpu",
+        ),
+        (("gradients", "--dry-run", "--attention", "fa2gen"), 1, "--attention must name one of torch's attentions too"),
+        (("gradients", "--context", "8192", "--attention", "math"), 1, "--context must be 2048 or less"),
         (("plot", "nothing.csv"), 2, "nothing.csv"),
         (("plot",), 2, "FILES"),
     ],
@@ -296,7 +334,7 @@ def test_bad_input(
     arguments: tuple[str, ...], code: int, words: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    found, _, err = run_command(capsys, *arguments, *(("--out", str(out)) if arguments[0] == "run" else ()))
+    found, _, err = run_command(capsys, *arguments, *(() if arguments[0] == "plot" else ("--out", str(out))))
     assert found == code
     assert words in one_error(err)
     assert not out.exists()
@@ -329,7 +367,7 @@ def test_a_dry_run_trains_compares_and_writes(
     assert np.mean(own.losses[-5:]) < np.mean(own.losses[:5]) - 0.1
     assert np.abs(np.subtract(own.losses, twin.losses)).max() < 0.01
     assert np.abs(np.subtract(own.losses, other.losses)).max() > 0.01
-    document = json.loads((tmp_path / "tiny_32.json").read_text())
+    document = json.loads((tmp_path / "tiny_32_1layers_64tokens_40steps.json").read_text())
     assert [one["csv"] for one in document["runs"]] == [run.file_name() for run in runs]
     assert document["verdicts"][0]["agrees"] is True
     assert document["setting"]["vocabulary"] == 256
@@ -337,7 +375,7 @@ def test_a_dry_run_trains_compares_and_writes(
     assert {"gpu", "torch", "cudnn", "fa2gen", "templates", "utc", "command", "text", "precision"} <= set(
         document["provenance"]
     )
-    assert document["provenance"]["command"] == ("python benchmarks/train_gpt.py run --steps 40 --no-compile --dry-run")
+    assert document["provenance"]["command"] == ("python benchmarks/train_gpt.py run --steps 40 --dry-run --no-compile")
 
 
 def test_a_dry_run_leaves_committed_results_alone(
@@ -351,7 +389,8 @@ def test_a_dry_run_leaves_committed_results_alone(
     assert code == 0, err
     (folder,) = (tmp_path / "temporary").iterdir()
     assert f"results go to {folder}\n" in err
-    assert {path.name for path in folder.iterdir()} == {"tiny_32_fa2gen_seed0.csv", "tiny_32.json"}
+    slug = "tiny_32_1layers_64tokens_40steps"
+    assert {path.name for path in folder.iterdir()} == {f"{slug}_fa2gen_seed0.csv", f"{slug}.json"}
     assert not (tmp_path / "results").exists()
 
 
