@@ -127,9 +127,8 @@ class KernelSpec(_Canonical):
                 "key/value head"
             )
         if self.alignment == 16 and self.head_dim % 8:
-            raise ArgumentError(
-                f"alignment 16 needs a head_dim that is a multiple of 8, got {self.head_dim}; use alignment 2"
-            )
+            advice = "use alignment 2" if self.kind == "fwd" else "backward kernels run others padded to one"
+            raise ArgumentError(f"alignment 16 needs a head_dim that is a multiple of 8, got {self.head_dim}; {advice}")
         if self.kind == "bwd" and self.alignment != 16:
             raise UnsupportedError("alignment 2 is not supported by backward kernels: copy unaligned views")
         if self.kind == "fwd" and self.deterministic:

@@ -12,7 +12,7 @@ import click
 from ..errors import ArgumentError
 from ..hardware import Gpu, get_gpu, list_gpus, match_device
 from ..problem import MAX_SEQLEN
-from ..spec import CONFIGS, DTYPES, KINDS, BwdConfig, Config, FwdConfig, KernelSpec
+from ..spec import CONFIGS, DTYPES, KINDS, NATIVE_HEAD_DIMS, BwdConfig, Config, FwdConfig, KernelSpec
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
@@ -264,7 +264,8 @@ def make_spec(
     Raises:
         ArgumentError: A value that no kernel can have; UnsupportedError: one that this version has no kernel for.
     """
-    unaligned = head_dim > 0 and head_dim % 8
+    # What is out of range is so padded too: KernelSpec refuses it with the range.
+    unaligned = 0 < head_dim <= NATIVE_HEAD_DIMS[-1] and head_dim % 8
     if kind == "bwd" and unaligned:
         padded = -(-head_dim // 8) * 8
         raise ArgumentError(

@@ -17,6 +17,7 @@ from click.testing import CliRunner, Result
 from fa2gen import driver
 from fa2gen.cli import main
 from fa2gen.commands.options import make_specs
+from fa2gen.errors import ArgumentError, UnsupportedError
 from fa2gen.hardware import list_gpus
 from fa2gen.tables import table_path, user_dir
 
@@ -78,6 +79,7 @@ def test_specs_of_the_options() -> None:
     assert not only.causal
 
 
+@pytest.mark.parametrize("kind", ["fwd", "bwd", "both"])
 @pytest.mark.parametrize("command", ["tune", "emit", "verify"])
 @pytest.mark.parametrize(
     ("head_dim", "words"),
@@ -88,11 +90,24 @@ def test_specs_of_the_options() -> None:
         ("264", ("head_dim 264", "1 to 256")),
     ],
 )
-def test_bad_head_dim(command: str, head_dim: str, words: tuple[str, ...], tmp_path: Path) -> None:
+def test_bad_head_dim(command: str, head_dim: str, words: tuple[str, ...], kind: str, tmp_path: Path) -> None:
     out = tmp_path / "out"
     extra = ["-o", str(out)] if command != "verify" else []
-    assert_one_line_error(run(command, "--headdim", head_dim, "--gpu", "a100", *extra), 1, *words)
+    result = run(command, "--kind", kind, "--headdim", head_dim, "--gpu", "a100", *extra)
+    assert_one_line_error(result, 1, *words)
     assert not out.exists()
+
+
+def test_advice_on_a_backwards_head_dim_can_be_followed() -> None:
+    for head_dim in range(1, 256):
+        if head_dim % 8:
+            with pytest.raises(ArgumentError, match="so give --headdim ") as refusal:
+                make_specs([head_dim], ["bf16"], False, [1], ["bwd"])
+            (advised,) = make_specs([int(str(refusal.value).split()[-1])], ["bf16"], False, [1], ["bwd"])
+            assert 0 < advised.head_dim - head_dim < 8
+    for head_dim in range(257, 300):
+        with pytest.raises(UnsupportedError, match=f"head_dim {head_dim} is not supported: .* 1 to 256$"):
+            make_specs([head_dim], ["bf16"], False, [1], ["bwd"])
 
 
 @pytest.mark.parametrize("command", ["tune", "emit", "verify"])

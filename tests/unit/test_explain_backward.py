@@ -178,6 +178,7 @@ def test_command_line() -> None:
         (("--deterministic",), "--deterministic is for backward kernels"),
         (("--kind", "both"), "--kind"),
         (("--kind", "bwd", "--headdim", "60"), "a call pads 60 columns to 64"),
+        (("--kind", "bwd", "--headdim", "257"), "head_dim 257 is not supported: "),
         (("--kind", "bwd", "--config", "sm80_128x64s64_w4_st2_qs_online_mb1"), f"read like {BwdConfig().slug()}"),
     ):
         result = run(

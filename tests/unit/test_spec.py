@@ -30,16 +30,20 @@ def test_bad_spec_names_the_field(field, value):
         KernelSpec(**{field: value})
 
 
+@pytest.mark.parametrize("kind", ["fwd", "bwd"])
 @pytest.mark.parametrize("head_dim", [257, 264, 512])
-def test_large_head_dims_say_what_is_supported(head_dim):
+def test_large_head_dims_say_what_is_supported(head_dim, kind):
     with pytest.raises(UnsupportedError, match=f"head_dim {head_dim} is not supported: .* head dims 1 to 256"):
-        KernelSpec(head_dim=head_dim)
+        KernelSpec(kind, head_dim=head_dim)
 
 
 def test_odd_head_dim_needs_element_alignment():
     with pytest.raises(ArgumentError, match="alignment 2"):
         KernelSpec(head_dim=59)
     assert KernelSpec(head_dim=59, alignment=2).native_head_dim == 64
+    # A backward has no alignment 2 to advise.
+    with pytest.raises(ArgumentError, match="multiple of 8, got 59; backward kernels run others padded to one"):
+        KernelSpec("bwd", head_dim=59)
 
 
 def test_native_head_dim():
