@@ -46,6 +46,16 @@ class _Event:
 
 
 @dataclass(frozen=True)
+class _Job:
+    """A kernel that is to be checked, and on what."""
+
+    spec: KernelSpec
+    config: Config
+    chosen: str
+    cases: Sequence[GateCase]
+
+
+@dataclass(frozen=True)
 class _Verdict:
     spec: KernelSpec
     config: Config
@@ -94,7 +104,8 @@ def command(
 
     Without lengths the cases are the ones a config must pass before it enters a table: sizes at tile edges, empty rows,
     one key that holds all the weight, scores that grow, views into memory filled with NaN. With lengths, the same kinds
-    of data at those lengths. The emulator also reports races, missing waits, uninitialised reads and deadlocks.
+    of data at those lengths, at least one query and, of a backward, one key: without, no kernel runs. The emulator also
+    reports races, missing waits, uninitialised reads and deadlocks.
 
     \b
     Examples:
@@ -109,13 +120,14 @@ def command(
         raise click.UsageError("--budget is for the cases without --seqlen-q", click.get_current_context())
     parsed = parse_config(config, kind)
     lengths = None if seqlen_q is None else (seqlen_q, seqlen_q if seqlen_k is None else seqlen_k)
+    if lengths is not None:
+        _require_a_kernel_to_run(kinds, *lengths)
     backend = _resolve_backend(backend)
     gpu = resolve_gpu(gpu_name) if gpu_name is not None else gpu_at_hand()
-    verdicts = []
+    # All that may be refused is refused before the first kernel runs: its verdict would be lost.
+    jobs = [_job(spec, gpu, lengths, budget, parsed) for spec in specs]
     with StageProgress() as progress:
-        for spec in specs:
-            checked, chosen = _choose_config(spec, gpu, lengths, parsed)
-            verdicts.append(_verify(spec, checked, chosen, backend, lengths, budget, progress.on_event))
+        verdicts = [_verify(job, backend, progress.on_event) for job in jobs]
     failed = [verdict for verdict in verdicts if not verdict.passed]
     if as_json:
         click.echo(json.dumps({"backend": backend, "kernels": [_as_json(v) for v in verdicts]}, indent=2))
@@ -127,6 +139,24 @@ def command(
             )
         click.echo(f"{len(verdicts) - len(failed)} of {len(verdicts)} kernels right, on the {backend} backend")
     return 1 if failed else 0
+
+
+def _require_a_kernel_to_run(kinds: Sequence[str], seqlen_q: int, seqlen_k: int) -> None:
+    """A verdict on lengths that no kernel ever sees would be one on nothing.
+
+    Raises:
+        click.UsageError: No queries; or no keys for a backward. A forward without keys writes zeros and an LSE of -inf.
+    """
+    context = click.get_current_context()
+    if seqlen_q == 0:
+        raise click.UsageError(
+            "--seqlen-q 0: the output is empty and gradients are zeros, so no kernel runs; give at least 1", context
+        )
+    if seqlen_k == 0 and "bwd" in kinds:
+        raise click.UsageError(
+            "--seqlen-k 0: gradients without keys are zeros, so no backward kernel runs; give at least 1 or --kind fwd",
+            context,
+        )
 
 
 def _resolve_backend(name: str) -> str:
@@ -162,18 +192,22 @@ def _choose_config(
     return match.config, match.source
 
 
-def _verify(
+def _job(
     spec: KernelSpec,
-    config: Config,
-    chosen: str,
-    backend: str,
+    gpu: Gpu | None,
     lengths: tuple[int, int] | None,
     budget: str,
-    on_event: Callable[[Any], None],
-) -> _Verdict:
+    asked: Config | Literal["tuned", "default"],
+) -> _Job:
     from ..tuning.tools import gate_cases
 
+    config, chosen = _choose_config(spec, gpu, lengths, asked)
     cases = gate_cases(spec, config, budget) if lengths is None else _cases_at(spec, config, *lengths)
+    return _Job(spec, config, chosen, cases)
+
+
+def _verify(job: _Job, backend: str, on_event: Callable[[Any], None]) -> _Verdict:
+    spec, config, chosen, cases = job.spec, job.config, job.chosen, job.cases
 
     def reported() -> Iterator[GateCase]:
         for done, case in enumerate(cases):
@@ -216,8 +250,6 @@ def _cases_at(spec: KernelSpec, config: Config, seqlen_q: int, seqlen_k: int) ->
     """The gate's kinds of data at one pair of lengths, in its three layouts."""
     from ..gate import GateCase
 
-    if spec.kind == "bwd" and 0 in (seqlen_q, seqlen_k):
-        raise ArgumentError(f"{seqlen_q} queries and {seqlen_k} keys have gradients of zero: no kernel runs")
     step = config.block_n if isinstance(config, BwdConfig) else config.step_n
     # Two key/value heads show a wrong head stride; a large group has enough query heads with one.
     heads_k = 2 if spec.gqa_ratio <= 2 else 1

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ from fa2gen import driver
 from fa2gen.cli import main
 from fa2gen.commands.options import make_specs
 from fa2gen.errors import ArgumentError, UnsupportedError
+from fa2gen.gate import GateReport
 from fa2gen.hardware import list_gpus
+from fa2gen.spec import KernelSpec
 from fa2gen.tables import table_path, user_dir
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -308,6 +311,48 @@ def test_tune_needs_work_to_do() -> None:
     tune = ("tune", "--headdim", "64", "--gpu", "a100", "--dtype", "bf16")
     assert_one_line_error(run(*tune, "--seqlen-q", "0"), 2, "--seqlen-q", "0")
     assert_one_line_error(run(*tune, "--seqlen-q", "8", "--seqlen-k", "0"), 2, "--seqlen-k", "0")
+
+
+@pytest.fixture
+def gated(monkeypatch: pytest.MonkeyPatch) -> list[KernelSpec]:
+    """Kernels that ``verify`` runs in the emulator; each passes."""
+    specs: list[KernelSpec] = []
+
+    def passing(spec: KernelSpec, _config: object, cases: Iterable[object]) -> GateReport:
+        specs.append(spec)
+        return GateReport(True, 0.0, "nowhere", 0.0, f"passed {len(list(cases))} cases")
+
+    monkeypatch.setattr("fa2gen.tuning.tools.emulated_gate", passing)
+    return specs
+
+
+VERIFY = ("verify", "--headdim", "64", "--causal", "--dtype", "fp16", "--backend", "emulator")
+
+
+@pytest.mark.parametrize("kind", ["fwd", "bwd", "both"])
+def test_verify_needs_a_kernel_to_run(kind: str, gated: list[KernelSpec]) -> None:
+    for lengths in (("0", "31"), ("0", "0")):
+        result = run(*VERIFY, "--kind", kind, "--seqlen-q", lengths[0], "--seqlen-k", lengths[1])
+        assert_one_line_error(result, 2, "--seqlen-q 0", "no kernel runs; give at least 1")
+    assert_one_line_error(run(*VERIFY, "--kind", kind, "--seqlen-q", "0"), 2, "--seqlen-q 0")
+    result = run(*VERIFY, "--kind", kind, "--seqlen-q", "31", "--seqlen-k", "0")
+    if kind == "fwd":  # it writes zeros and an LSE of -inf
+        assert (result.exit_code, [spec.kind for spec in gated]) == (0, ["fwd"])
+    else:
+        assert_one_line_error(result, 2, "--seqlen-k 0", "no backward kernel runs", "--kind fwd")
+        assert gated == []
+    assert run(*VERIFY, "--kind", kind, "--seqlen-q", "1", "--seqlen-k", "1").exit_code == 0
+
+
+def test_verify_refuses_before_the_first_kernel_runs(gated: list[KernelSpec], monkeypatch: pytest.MonkeyPatch) -> None:
+    config = '{"block_m": 128, "block_n": 128, "step_n": 64, "num_warps": 4, "num_stages": 2}'
+    result = run(*VERIFY, "--headdim", "256", "--config", config)
+    assert_one_line_error(result, 1, "cannot run fwd_d256", "shared memory")
+    # 10^6 bytes of memory: 2 heads of 64 queries and keys by 64 need 0.5 MB, those of a backward 1.3 MB.
+    monkeypatch.setattr(os, "sysconf", lambda _: 1000)
+    assert_one_line_error(run(*VERIFY, "--kind", "both", "--seqlen-q", "64"), 1, "seqlen_q 64", "GiB")
+    assert gated == []
+    assert run(*VERIFY, "--kind", "fwd", "--seqlen-q", "64").exit_code == 0
 
 
 def test_verify_that_cannot_fit_in_memory() -> None:
