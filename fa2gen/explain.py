@@ -64,7 +64,7 @@ class Memory:
 
     Attributes:
         standard: S and P written to memory and read back.
-        tiled: Each byte of the kernel's tensors once.
+        tiled: Each byte that the kernel needs once.
         uncached: What the kernel reads again all from memory.
         reread_bytes: What blocks read again of one head: K and V, or of a backward Q, dO and the sums of dQ.
         heads_per_section: Heads (those with blocks of their own) that the grid works on at a time.
@@ -315,7 +315,7 @@ def _memory(spec: KernelSpec, config: Config, problem: Problem, gpu: Gpu, plan: 
         tail_bytes = problem.batch * problem.num_heads_k * 2 * BYTES_PER_ELEMENT * keys * spec.head_dim
     return Memory(
         standard_traffic(spec, problem),
-        compulsory_traffic(spec, problem),
+        compulsory_traffic(spec, config, problem),
         uncached_traffic(spec, config, problem),
         reread_bytes=head,
         heads_per_section=section,

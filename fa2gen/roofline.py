@@ -15,8 +15,14 @@ A backward call, likewise:
 - Standard attention keeps P from the forward: dV = P^T dO, dP = dO V^T, dS from P and dP, dQ = dS K, dK = dS^T Q. It
   moves matrices of N² eight times: 16N² bytes for 8N²d FLOPs.
 - The tiled kernels compute P again (10N²d FLOPs). Sums of dQ in float32 are cleared, added to by every key tile in L2,
-  and read once more, 12Nd bytes besides the tensors. Each of the N/B_c key tiles asks for all of Q and dO and adds to
-  all of the sums, 12Nd bytes: so here it is the columns of a key tile, B_c, that bound the traffic without a cache.
+  and read once more, 12Nd bytes besides the tensors, and L and D of each query are written and read, 16N. Each of the
+  N/B_c key tiles asks for all of Q and dO and adds to all of the sums, 12Nd bytes: so here it is the columns of a key
+  tile, B_c, that bound the traffic without a cache. Where the query heads of a group have blocks of their own, dK and
+  dV are such sums too.
+
+Query tiles that a causal mask leaves no key (more queries than keys) are not read, nor added to; what a call returns is
+written for them like for others. What only pads sums to whole tiles, and the semaphores of a deterministic backward, 4
+bytes a tile, are left out.
 """
 
 from __future__ import annotations
@@ -31,6 +37,7 @@ from .spec import BwdConfig, Config, FwdConfig, KernelSpec
 BYTES_PER_ELEMENT = 2
 _BYTES_PER_LSE = 4
 _BYTES_PER_SUM = 4
+_BYTES_PER_LSE_AND_D = 8
 
 
 @dataclass(frozen=True)
@@ -81,61 +88,98 @@ def standard_traffic(spec: KernelSpec, problem: Problem) -> Traffic:
     )
 
 
-def compulsory_traffic(spec: KernelSpec, problem: Problem) -> Traffic:
-    """The tiled kernel where L2 serves every re-read: each byte of its tensors crosses once.
+def compulsory_traffic(spec: KernelSpec, config: Config, problem: Problem) -> Traffic:
+    """The tiled kernel where L2 serves every re-read: each byte that it needs crosses once.
 
     Of a backward, the three kernels together: the sums of dQ cross between them.
     """
-    q, kv = _operand_bytes(spec, problem)
-    if spec.kind == "bwd":
-        sums = _sum_bytes(spec, problem)
-        return _backward_traffic(spec, problem, ("read Q, K, V, dO once", 2 * q + 2 * kv), ("add to sums of dQ", sums))
-    return Traffic(
-        problem.flops(spec),
-        (("read Q", q), ("read K, V once", 2 * kv), ("write O", q), ("write LSE", _lse_bytes(problem))),
-    )
+    q, kv = _read_bytes(spec, config, problem)
+    if isinstance(config, BwdConfig):
+        rows = _rows_read(spec, config, problem)
+        sums = _BYTES_PER_SUM * spec.head_dim * rows
+        if config.split_heads:
+            sums += _dkv_sum_bytes(spec, problem)
+        reads = ("read Q, K, V, dO, L, D once", 2 * q + 2 * kv + _BYTES_PER_LSE_AND_D * rows)
+        return _backward_traffic(spec, config, problem, reads, (f"add to sums of {_summed(config)}", sums))
+    return _forward_traffic(spec, config, problem, ("read K, V once", 2 * kv))
 
 
 def uncached_traffic(spec: KernelSpec, config: Config, problem: Problem) -> Traffic:
     """The tiled kernel where L2 serves no re-read.
 
     Each query tile reads its K and V from memory; each key tile of a backward reads its Q and dO, and adds there to the
-    sums of dQ (a read and a write).
+    sums of dQ (a read and a write). Where query heads have blocks of their own, each reads K and V, and adds to the
+    sums of dK and dV.
     """
-    q, kv = _operand_bytes(spec, problem)
     work = tile_work(spec, config, problem)
-    reads = 2 * BYTES_PER_ELEMENT * spec.head_dim * work.heads * work.rows
-    if spec.kind == "bwd":
-        sums = 2 * _BYTES_PER_SUM * spec.head_dim * work.heads * work.rows
+    visited = work.heads * work.rows
+    reads = 2 * BYTES_PER_ELEMENT * spec.head_dim * visited
+    if isinstance(config, BwdConfig):
+        _, kv = _read_bytes(spec, config, problem)
+        sums = 2 * _BYTES_PER_SUM * spec.head_dim * visited
+        reads += 2 * kv + _BYTES_PER_LSE_AND_D * visited
+        often = "once"
+        if config.split_heads:
+            often = "per query head"
+            reads += 2 * (problem.gqa_ratio - 1) * kv
+            sums += 2 * problem.gqa_ratio * _dkv_sum_bytes(spec, problem)
+        named_reads = (f"read K, V {often}; Q, dO, L, D per key tile", reads)
         return _backward_traffic(
-            spec, problem, ("read K, V once; Q, dO per key tile", 2 * kv + reads), ("add to sums of dQ per tile", sums)
+            spec, config, problem, named_reads, (f"add to sums of {_summed(config)} per tile", sums)
         )
-    return Traffic(
-        problem.flops(spec),
-        (("read Q", q), ("read K, V per query tile", reads), ("write O", q), ("write LSE", _lse_bytes(problem))),
-    )
+    return _forward_traffic(spec, config, problem, ("read K, V per query tile", reads))
+
+
+def _forward_traffic(spec: KernelSpec, config: Config, problem: Problem, reads: tuple[str, int]) -> Traffic:
+    q, _ = _read_bytes(spec, config, problem)
+    o, _ = _operand_bytes(spec, problem)
+    return Traffic(problem.flops(spec), (("read Q", q), reads, ("write O", o), ("write LSE", _lse_bytes(problem))))
 
 
 def _backward_traffic(
-    spec: KernelSpec, problem: Problem, reads: tuple[str, int], additions: tuple[str, int]
+    spec: KernelSpec, config: BwdConfig, problem: Problem, reads: tuple[str, int], additions: tuple[str, int]
 ) -> Traffic:
-    """The passes of the three kernels; those before and after the main one are the same for every config."""
+    """The passes of the three kernels. Those before and after the main one go over all rows, also without keys."""
     q, kv = _operand_bytes(spec, problem)
-    sums = _sum_bytes(spec, problem)
-    return Traffic(
-        problem.flops(spec),
-        (
-            ("read O, dO, LSE; clear sums of dQ", 2 * q + _lse_bytes(problem) + sums),
-            reads,
-            additions,
-            ("write dK, dV", 2 * kv),
-            ("read sums; write dQ", sums + q),
-        ),
-    )
+    rows = problem.batch * problem.num_heads_q * problem.seqlen_q
+    sums = _BYTES_PER_SUM * spec.head_dim * rows
+    dkv_sums = _dkv_sum_bytes(spec, problem) if config.split_heads else 0
+    first = 2 * q + _lse_bytes(problem) + _BYTES_PER_LSE_AND_D * rows + sums + dkv_sums
+    before = (f"read O, dO, LSE; write L, D; clear sums of {_summed(config)}", first)
+    if config.split_heads:
+        after: tuple[tuple[str, int], ...] = (("read sums; write dQ, dK, dV", sums + dkv_sums + q + 2 * kv),)
+    else:
+        after = (("write dK, dV", 2 * kv), ("read sums; write dQ", sums + q))
+    return Traffic(problem.flops(spec), (before, reads, additions, *after))
 
 
-def _sum_bytes(spec: KernelSpec, problem: Problem) -> int:
-    return _BYTES_PER_SUM * spec.head_dim * problem.batch * problem.num_heads_q * problem.seqlen_q
+def _summed(config: BwdConfig) -> str:
+    """What several blocks add to in float32."""
+    return "dQ, dK, dV" if config.split_heads else "dQ"
+
+
+def _dkv_sum_bytes(spec: KernelSpec, problem: Problem) -> int:
+    """Bytes of the sums of dK and dV together."""
+    return 2 * _BYTES_PER_SUM * spec.head_dim * problem.batch * problem.num_heads_k * problem.seqlen_k
+
+
+def _rows_read(spec: KernelSpec, config: Config, problem: Problem) -> int:
+    """Rows of Q, of all heads, in tiles that see a key: the others are never loaded."""
+    packed = packed_heads(spec, config) if isinstance(config, FwdConfig) else 1
+    rows, first = problem.seqlen_q * packed, 0  # the first row that sees a key
+    if spec.causal or problem.seqlen_k == 0:
+        first = max(0, (problem.seqlen_q - problem.seqlen_k) * packed)
+    loaded = rows - first // config.block_m * config.block_m if first < rows else 0
+    return problem.batch * problem.num_heads_q // packed * loaded
+
+
+def _read_bytes(spec: KernelSpec, config: Config, problem: Problem) -> tuple[int, int]:
+    """Bytes of Q (and of a backward's dO), and of K (and of V), that are read at least once.
+
+    The last query sees all keys, so they are read wherever there is one.
+    """
+    _, kv = _operand_bytes(spec, problem)
+    return BYTES_PER_ELEMENT * spec.head_dim * _rows_read(spec, config, problem), kv if problem.seqlen_q else 0
 
 
 def _operand_bytes(spec: KernelSpec, problem: Problem) -> tuple[int, int]:

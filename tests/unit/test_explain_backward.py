@@ -17,7 +17,7 @@ from fa2gen.constraints import default_config, smem_bytes
 from fa2gen.constraints_backward import PREPROCESS_ROWS
 from fa2gen.explain import Explanation, explain
 from fa2gen.explain_smem import smem_areas
-from fa2gen.hardware import get_gpu
+from fa2gen.hardware import Gpu, get_gpu
 from fa2gen.problem import Problem
 from fa2gen.spec import BwdConfig, KernelSpec
 from fa2gen.tables import save_entries, store
@@ -57,6 +57,23 @@ def test_work_and_traffic_are_the_backwards() -> None:
     # which 13 sections of five are.
     assert (e.memory.reread_bytes, e.memory.heads_per_section, e.memory.l2_serves) == (4 << 20, 5, True)
     assert not explained(problem=Problem(1, 32768, 32768, 16, 16), gpu=A10).memory.l2_serves
+
+
+@pytest.mark.parametrize(
+    ("spec", "gpu", "sizes"),
+    [
+        (KernelSpec("bwd", causal=True), H200, (4096, 512)),
+        (KernelSpec("bwd", head_dim=40, causal=True, gqa_ratio=3, deterministic=True), A100, (100, 7)),
+        (KernelSpec(causal=True), H200, (4096, 512)),
+        (KernelSpec(head_dim=40, causal=True, gqa_ratio=3), A100, (100, 7)),
+    ],
+)
+def test_queries_without_keys_are_no_rereads(spec: KernelSpec, gpu: Gpu, sizes: tuple[int, int]) -> None:
+    memory = explained(spec, Problem(4, *sizes, 48, 48 // spec.gqa_ratio), gpu, "default").memory
+    assert memory.tiled.bytes <= memory.uncached.bytes
+    # What each counts for queries that see no key is equal: only what tiles read and add to again differs.
+    differing = [one for one, other in zip(memory.tiled.passes, memory.uncached.passes, strict=True) if one != other]
+    assert {what.split()[0] for what, _ in differing} <= {"read", "add"}
 
 
 def l2_row(e: Explanation) -> str:

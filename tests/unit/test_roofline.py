@@ -43,7 +43,7 @@ def test_sixteen_heads_of_4096_by_128() -> None:
     assert standard.intensity == pytest.approx(62.06, abs=0.01)
 
     # LSE: 16 * 4096 * 4 = 262,144 bytes.
-    once = compulsory_traffic(FULL, MODEL)
+    once = compulsory_traffic(FULL, CONFIG, MODEL)
     assert once.bytes == 4 * 16_777_216 + 262_144 == 67_371_008
     assert once.bytes == MODEL.min_bytes(FULL)
     assert once.flops == standard.flops
@@ -62,7 +62,7 @@ def test_sixteen_heads_of_4096_by_128() -> None:
 
 def test_causal_counts_what_is_visible() -> None:
     # Row i sees i + 1 keys: 4096 * 4097 / 2 = 8,390,656 pairs a head.
-    assert compulsory_traffic(CAUSAL, MODEL).flops == 4 * 128 * 16 * 8_390_656 == 68_736_253_952
+    assert compulsory_traffic(CAUSAL, CONFIG, MODEL).flops == 4 * 128 * 16 * 8_390_656 == 68_736_253_952
     # Standard attention computes and stores the hidden half too.
     assert standard_traffic(CAUSAL, MODEL) == standard_traffic(FULL, MODEL)
     # Query tile t of 32 ends at row 128 (t + 1): 2 (t + 1) key tiles of 64; their sum is 2 * 32 * 33 / 2 = 1,056.
@@ -76,7 +76,7 @@ def test_causal_counts_what_is_visible() -> None:
 def test_grouped_query_heads_share_keys() -> None:
     # 32 query heads over 4: Q and O 2 * 32 * 1024 * 64 * 2 = 8,388,608 each, K and V 1,048,576 each.
     spec, problem = KernelSpec(head_dim=64, gqa_ratio=8), Problem(2, 1024, 1024, 32, 4)
-    once = dict(compulsory_traffic(spec, problem).passes)
+    once = dict(compulsory_traffic(spec, CONFIG, problem).passes)
     assert once == {"read Q": 8_388_608, "read K, V once": 2_097_152, "write O": 8_388_608, "write LSE": 262_144}
     # Each query head's 8 tiles read K and V for themselves: 64 heads * 8 * 1024 * 64 * 2 * 2.
     never = dict(uncached_traffic(spec, CONFIG, problem).passes)
@@ -165,7 +165,7 @@ def test_roofline() -> None:
     roof = Roofline.of(get_gpu("a100"))
     assert roof.peak_tflops == pytest.approx(311.87, abs=0.01)
     assert roof.ridge_point == pytest.approx(152.95, abs=0.01)
-    standard, once = standard_traffic(FULL, MODEL), compulsory_traffic(FULL, MODEL)
+    standard, once = standard_traffic(FULL, MODEL), compulsory_traffic(FULL, CONFIG, MODEL)
     assert roof.bound(standard.intensity) == "memory"
     assert roof.attainable_tflops(standard.intensity) == pytest.approx(2.039 * 62.06, rel=1e-3)
     # 2.2146 GB over 2,039 GB/s.
@@ -188,13 +188,13 @@ def test_a_backward_of_sixteen_heads_of_4096_by_128() -> None:
     standard = standard_traffic(BACKWARD, MODEL)
     assert standard.flops == 2 * 137_438_953_472
     assert standard.bytes == 7 * 536_870_912 + 8 * 16_777_216
-    once = compulsory_traffic(BACKWARD, MODEL)
+    once = compulsory_traffic(BACKWARD, BwdConfig(), MODEL)
     assert once.flops == 2.5 * 137_438_953_472
-    # Tensors once, dO twice; the sums cleared, added to, and read.
-    assert once.bytes == MODEL.min_bytes(BACKWARD) + 16_777_216 + 3 * 33_554_432
+    # Tensors once, dO twice; the sums cleared, added to, and read; L and D, 4 bytes a query each, written and read.
+    assert once.bytes == MODEL.min_bytes(BACKWARD) + 16_777_216 + 3 * 33_554_432 + 2 * 8 * 65_536
     # 32 key tiles of 128 keys each read Q and dO of their head, and read and write its sums.
     never = dict(uncached_traffic(BACKWARD, BwdConfig(block_n=128), MODEL).passes)
-    assert never["read K, V once; Q, dO per key tile"] == 2 * 16_777_216 + 32 * 2 * 16_777_216
+    assert never["read K, V once; Q, dO, L, D per key tile"] == 2 * 16_777_216 + 32 * (2 * 16_777_216 + 8 * 65_536)
     assert never["add to sums of dQ per tile"] == 32 * 2 * 33_554_432
     # Wider key tiles halve the reads, taller query tiles change nothing.
     wider = uncached_traffic(BACKWARD, BwdConfig(block_n=256), MODEL)
@@ -223,6 +223,98 @@ def test_a_backward_visits_the_query_tiles_that_see_its_keys(split_heads: bool) 
         assert work == TileWork(heads, blocks, walked * tiles, walked * rows), (spec, config, problem)
         assert executed_flops(spec, config, problem) >= problem.flops(spec)
     assert tile_work(BACKWARD, BwdConfig(), Problem(1, 0, 5, 1, 1)).tiles == 0
+
+
+def test_a_backward_of_more_queries_than_keys() -> None:
+    # Queries 3,584 on see a key. Of 4,096 queries in tiles of 64, by 128 keys, 4 key tiles visit 512, 384, 256 and 128.
+    # The kernels before and after go over all 4,096: O and dO are 2,097,152 bytes together, LSE 16,384, L and D 32,768,
+    # sums 2,097,152.
+    problem, config = Problem(1, 4096, 512, 1, 1), BwdConfig(block_m=64, block_n=128)
+    once = compulsory_traffic(CAUSAL_BACKWARD, config, problem)
+    assert once.passes == (
+        ("read O, dO, LSE; write L, D; clear sums of dQ", 2_097_152 + 16_384 + 32_768 + 2_097_152),
+        ("read Q, K, V, dO, L, D once", 4 * 131_072 + 512 * 8),
+        ("add to sums of dQ", 262_144),
+        ("write dK, dV", 262_144),
+        ("read sums; write dQ", 2_097_152 + 1_048_576),
+    )
+    never = uncached_traffic(CAUSAL_BACKWARD, config, problem)
+    assert never.passes[1:3] == (
+        ("read K, V once; Q, dO, L, D per key tile", 2 * 131_072 + 1_280 * (2 * 256 + 8)),
+        ("add to sums of dQ per tile", 2 * 1_280 * 512),
+    )
+    assert (never.passes[0], never.passes[3:]) == (once.passes[0], once.passes[3:])
+
+
+def test_a_backward_whose_query_heads_have_blocks_of_their_own() -> None:
+    # 64 queries, 100 keys, head dim 40, 2 sequences of 6 query heads over 2: each of K and V 32,000 bytes, Q, O and dO
+    # 61,440; sums of dQ 122,880, of dK and dV 64,000 each; L and D 6,144 together.
+    spec, problem = KernelSpec("bwd", head_dim=40, gqa_ratio=3), Problem(2, 64, 100, 6, 2)
+    config = BwdConfig(block_m=64, block_n=64, split_heads=True)
+    assert compulsory_traffic(spec, config, problem).passes == (
+        ("read O, dO, LSE; write L, D; clear sums of dQ, dK, dV", 2 * 61_440 + 3_072 + 6_144 + 122_880 + 128_000),
+        ("read Q, K, V, dO, L, D once", 2 * 61_440 + 2 * 32_000 + 6_144),
+        ("add to sums of dQ, dK, dV", 122_880 + 128_000),
+        ("read sums; write dQ, dK, dV", 122_880 + 128_000 + 61_440 + 2 * 32_000),
+    )
+    # Each of 3 heads reads K and V and adds to dK and dV; each of 2 key tiles reads Q and dO, and adds to dQ.
+    assert uncached_traffic(spec, config, problem).passes[1:3] == (
+        ("read K, V per query head; Q, dO, L, D per key tile", 3 * 2 * 32_000 + 2 * (2 * 61_440 + 6_144)),
+        ("add to sums of dQ, dK, dV per tile", 2 * 2 * 122_880 + 2 * 3 * 128_000),
+    )
+
+
+def test_without_rereads_served_there_is_never_less_traffic() -> None:
+    """Pass by pass, and Q once is what some tile of it with a visible key holds."""
+    random = Random(3)
+    lengths = (1, 2, 7, 31, 64, 100, 113, 128, 200, 513, 1000, 4096)
+    for number in range(3000):
+        kind, ratio = ("fwd", "bwd")[number % 2], random.choice((1, 1, 2, 3, 8))
+        spec = KernelSpec(
+            kind,
+            random.choice((40, 64, 128)),
+            causal=random.random() < 0.7,
+            gqa_ratio=ratio,
+            deterministic=kind == "bwd" and random.random() < 0.5,
+        )
+        tiles = {"block_m": random.choice((32, 64, 128)), "block_n": random.choice((32, 64, 128))}
+        apart = ratio > 1 and random.random() < 0.5
+        config = (
+            FwdConfig(**tiles, step_n=32, pack_gqa=apart) if kind == "fwd" else BwdConfig(**tiles, split_heads=apart)
+        )
+        seqlen_q, seqlen_k = random.choice(lengths), random.choice(lengths)
+        batch, heads_k = random.randrange(1, 4), random.randrange(1, 4)
+        problem = Problem(batch, seqlen_q, seqlen_k, heads_k * ratio, heads_k)
+        once, never = compulsory_traffic(spec, config, problem), uncached_traffic(spec, config, problem)
+        case = (spec, config, problem)
+        assert len(once.passes) == len(never.passes), case
+        for (_, least), (_, most) in zip(once.passes, never.passes, strict=True):
+            assert 0 < least <= most, case
+        packed = ratio if kind == "fwd" and apart else 1
+        rows = 0
+        for row in range(0, seqlen_q * packed, config.block_m):
+            end = min(seqlen_q * packed, row + config.block_m)
+            if not spec.causal or (end - 1) // packed + seqlen_k - seqlen_q >= 0:
+                rows += end - row
+        read = batch * heads_k * ratio // packed * rows
+        if kind == "fwd":
+            assert dict(once.passes)["read Q"] == 2 * spec.head_dim * read == dict(never.passes)["read Q"], case
+        else:
+            keys = 2 * 2 * spec.head_dim * batch * heads_k * seqlen_k
+            assert once.passes[1][1] == (2 * 2 * spec.head_dim + 8) * read + keys, case
+
+
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(0, 0), (0, 5), (5, 0)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_traffic_of_empty_lengths(seqlen_q: int, seqlen_k: int, causal: bool) -> None:
+    """Nothing is read where nothing is seen; a forward without keys writes its output."""
+    problem = Problem(2, seqlen_q, seqlen_k, 3, 3)
+    for config in (FwdConfig(block_m=64, block_n=64), BwdConfig(split_heads=True), BwdConfig()):
+        spec = KernelSpec("fwd" if isinstance(config, FwdConfig) else "bwd", causal=causal)
+        once, never = compulsory_traffic(spec, config, problem), uncached_traffic(spec, config, problem)
+        assert once.bytes <= never.bytes
+    spec = KernelSpec(causal=causal)
+    assert compulsory_traffic(spec, CONFIG, problem).bytes == 2 * 3 * seqlen_q * (2 * 128 + 4)
 
 
 def test_the_longest_backward_is_counted_at_once() -> None:
