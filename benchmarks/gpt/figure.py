@@ -90,7 +90,7 @@ def _differences(axis: Any, firsts: Sequence[Run], seeds: Sequence[Run]) -> None
     if twin is None or not others or len(seeds) < FEWEST_SEEDS:
         axis.set_visible(False)
         return
-    label = f"spread of {len(seeds)} seeds of {twin.attention}"
+    label = f"spread of {len(seeds)} seeds of {twin.attention}, widest within {SMOOTHING} steps"
     axis.fill_between(_steps(twin), spread(seeds), _FLOOR, facecolor="#dddddd", edgecolor="#888888", label=label)
     for run in others:
         difference = np.maximum(np.abs(smooth(run.losses) - smooth(twin.losses)), _FLOOR)

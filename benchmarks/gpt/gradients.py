@@ -20,8 +20,8 @@ from .training import free_memory
 
 PARTS = ("q", "k", "v")
 LIMIT = 2.0
-"""How many times as far off as the reference's a gradient may be. Two right libraries are at about 1, as all else in
-the model is rounded alike; half of dk is at some twenty."""
+"""How many times as far off as the reference's a gradient may be. Right libraries are at 0.98 to 1.09 (H200), as all
+else in the model is rounded alike, to 0.3 to 1.4 %; so a gradient of half the size is at 30 and more."""
 
 # (inputs, targets) of a batch.
 Batch = tuple[Tensor, Tensor]

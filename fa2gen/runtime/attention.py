@@ -51,7 +51,8 @@ def attention(
             is negated, a copy.
         return_lse: Also return the log-sum-exp of each row's scaled scores.
         deterministic: Equal inputs give equal bits in the gradients too, which else depend on the order in which blocks
-            add to dq; None asks ``torch.are_deterministic_algorithms_enabled()``, now. Outputs always repeat.
+            add to dq; None asks ``torch.are_deterministic_algorithms_enabled()``, now. Outputs always repeat. All that
+            holds for one config: another size or table may choose another, which rounds differently.
         backend: ``"auto"``: ``"cuda"`` for CUDA tensors, ``"reference"`` (float64) for CPU tensors. ``"emulator"`` runs
             the generated kernel on the CPU.
         config: Forces a config; None takes the tuned tables' choice.
