@@ -31,7 +31,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
 from benchmarks.gpt import figure, report  # noqa: E402
-from benchmarks.gpt.gradients import LIMIT, gradient_errors, largest_ratio, sentence  # noqa: E402
+from benchmarks.gpt.gradients import CHECKED_TOKENS, LIMIT, gradient_errors, largest_ratio, sentence  # noqa: E402
 from benchmarks.gpt.model import ATTENTIONS, GPT, SHAPES, require_working  # noqa: E402
 from benchmarks.gpt.runs import (  # noqa: E402
     DEFAULT_LAYERS,
@@ -56,8 +56,6 @@ from fa2gen.runtime import describe  # noqa: E402
 RESULTS = Path("train_gpt_results")
 # Of the text's SHA-256, in the identity of a run.
 _DIGITS = 12
-# Of whose loss the gradients are that are compared.
-_CHECKED_TOKENS = 8192
 # What --dry-run trains, on one thread: two sequences of 32 tokens a step take 10 ms on a CPU.
 _DRY = Setting("CPU", "tiny", layers=1, context=32, tokens=64)
 _DRY_BYTES = 1 << 18
@@ -177,8 +175,7 @@ def gradients(**options: Any) -> int:
     with _progress() as bar, _one_thread(job.dry_run):
         measured, _ = _train(job, name, 0, bar, finish=lambda model: weights.update(model.state_dict()))
         setting = job.setting
-        # What the float32 formula keeps of a layer at a time is 4 bytes times heads times tokens times context.
-        batch = [x[: max(1, _CHECKED_TOKENS // setting.context)] for x in job.batches[setting.steps]]
+        batch = [x[: max(1, CHECKED_TOKENS // setting.context)] for x in job.batches[setting.steps]]
         errors = gradient_errors(
             SHAPES[setting.shape],
             setting.layers,

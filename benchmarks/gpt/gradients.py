@@ -22,6 +22,9 @@ PARTS = ("q", "k", "v")
 LIMIT = 2.0
 """How many times as far off as the reference's a gradient may be. Right libraries are at 0.98 to 1.09 (H200), as all
 else in the model is rounded alike, to 0.3 to 1.4 %; so a gradient of half the size is at 30 and more."""
+CHECKED_TOKENS = 8192
+"""Whose loss the gradients are of; at least one sequence. The float32 formula keeps 4 bytes times heads times these
+times the context, several times, of one layer at a time."""
 
 # (inputs, targets) of a batch.
 Batch = tuple[Tensor, Tensor]

@@ -13,7 +13,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from .gradients import LIMIT, PARTS, GradientErrors, largest_ratio
+from .gradients import CHECKED_TOKENS, LIMIT, PARTS, GradientErrors, largest_ratio
 from .model import ATTENTIONS
 from .runs import WARMUP_STEPS, Run, Setting, peak_tflops
 from .text import VOCABULARY
@@ -31,8 +31,8 @@ METHOD = (
 )
 GRADIENTS_METHOD = (
     "weights that a run of the reference's first seed ended with; gradients of the weights that make q, k and v, each "
-    "layer's, from one more batch; relative: norm of the difference from the gradients of the same model in float32 "
-    "with torch's formula, over their norm"
+    f"layer's, from {CHECKED_TOKENS} tokens (or a whole sequence) of one more batch; relative: norm of the difference "
+    "from the gradients of the same model in float32 with torch's formula, over their norm"
 )
 
 

@@ -57,6 +57,7 @@ def test_the_summary_is_that_of_the_runs(setting: str) -> None:
 def test_gradients_agree(setting: str) -> None:
     document = json.loads((RESULTS / f"{setting}_gradients.json").read_text())
     assert (document["reference"], document["limit"]) == ("flash", LIMIT)
+    assert document["provenance"]["method"] == report.GRADIENTS_METHOD
     assert dataclasses.asdict(runs_of(setting)[0].setting) == document["setting"]
     errors = {
         one["attention"]: GradientErrors(one["attention"], [tuple(layer.values()) for layer in one["relative"]])
@@ -65,6 +66,8 @@ def test_gradients_agree(setting: str) -> None:
     for one in document["gradients"]:
         assert one["ratio"] == largest_ratio(errors[one["attention"]], errors["flash"])[0] <= LIMIT
         assert len(one["relative"]) == document["setting"]["layers"]
+    # README: a gradient of half its size would stand out.
+    assert 0.5 / max(errors["flash"].worst(part) for part in range(3)) > 30
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
