@@ -1,6 +1,7 @@
 """Which configs are legal, and the shared-memory plan: the only arithmetic on shared memory and registers there is.
 
-The backward's half of it is in ``constraints_backward.py``; what is asked here serves both kinds.
+The backward's part of it is in ``constraints_backward.py``, the sm90 family's in ``constraints_sm90.py``; what is
+asked here serves all.
 """
 
 from __future__ import annotations
@@ -8,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from . import constraints_backward as backward
-from .constraints_backward import BwdSmemPlan
+from . import constraints_sm90 as sm90
 from .hardware import ArchLimits, occupancy
-from .spec import CONFIGS, BwdConfig, Config, FwdConfig, KernelSpec
+from .spec import FAMILIES, BwdConfig, Config, FwdConfig, FwdSm90Config, KernelSpec
 from .tiles import panel_columns, rows_per_pass
 
 _BYTES_PER_ELEMENT = 2
@@ -52,9 +53,11 @@ def smem_plan(spec: KernelSpec, config: FwdConfig) -> SmemPlan:
 
 def smem_bytes(spec: KernelSpec, config: Config) -> int:
     """Dynamic shared memory of a block of the main kernel."""
-    plan: SmemPlan | BwdSmemPlan
-    plan = backward.smem_plan(spec, config) if isinstance(config, BwdConfig) else smem_plan(spec, config)
-    return plan.total
+    if isinstance(config, BwdConfig):
+        return backward.smem_plan(spec, config).total
+    if isinstance(config, FwdSm90Config):
+        return sm90.smem_plan(spec, config).total
+    return smem_plan(spec, config).total
 
 
 def estimate_registers(spec: KernelSpec, config: Config) -> int:
@@ -65,6 +68,8 @@ def estimate_registers(spec: KernelSpec, config: Config) -> int:
     """
     if isinstance(config, BwdConfig):
         return backward.estimate_registers(spec, config) + _REGISTERS_BESIDES
+    if isinstance(config, FwdSm90Config):
+        return sm90.estimate_registers(spec, config)
     rows = config.warp_rows
     acc_o = rows * spec.native_head_dim // config.warps_n // 32
     acc_s = rows * config.step_n // config.warps_n // 32
@@ -77,8 +82,10 @@ def infeasible_reason(spec: KernelSpec, config: Config, arch: ArchLimits) -> str
 
     The reason is one clause that names the tunable and the limit.
     """
-    if not isinstance(config, CONFIGS[spec.kind]):
-        return f"a {type(config).__name__} is for kind {'fwd' if isinstance(config, FwdConfig) else 'bwd'}"
+    if type(config) not in FAMILIES[spec.kind].values():
+        return f"a {type(config).__name__} is for kind {'bwd' if isinstance(config, BwdConfig) else 'fwd'}"
+    if isinstance(config, FwdSm90Config):
+        return sm90.infeasible_reason(spec, config, arch)
     for check in (_shape_reason, _block_reason, _residency_reason):
         reason = check(spec, config, arch)
         if reason:
@@ -90,6 +97,8 @@ def config_reason(config: Config) -> str | None:
     """Why a config can serve no spec on any architecture, or None if some spec may take it."""
     if isinstance(config, BwdConfig):
         return backward.config_reason(config)
+    if isinstance(config, FwdSm90Config):
+        return sm90.config_reason(config)
     if config.num_warps not in (1, 2, 4, 8, 16):
         return f"num_warps {config.num_warps} is not a power of two up to 16"
     if config.warps_n > 2 or (config.warps_n > 1 and config.num_warps < 4):
@@ -171,6 +180,8 @@ def borrowed_config(spec: KernelSpec, config: Config) -> tuple[Config, str]:
     if isinstance(config, BwdConfig):
         if config.split_heads and (spec.gqa_ratio == 1 or spec.deterministic):
             return replace(config, split_heads=False), "heads not split"
+        return config, ""
+    if isinstance(config, FwdSm90Config):
         return config, ""
     if config.proof == "block" and spec.dtype == "fp16":
         config = replace(config, proof="step")

@@ -9,12 +9,14 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from .codegen import BWD_PARAMS, BWD_POSTPROCESS_PARAMS, BWD_PREPROCESS_PARAMS, FWD_PARAMS
+from .codegen import BWD_PARAMS, BWD_POSTPROCESS_PARAMS, BWD_PREPROCESS_PARAMS, FWD_PARAMS, FWD_SM90_PARAMS
 from .codegen.render import launch_size
 from .constraints_backward import POSTPROCESS_ROWS, PREPROCESS_ROWS
+from .config_sm90 import GROUP_ROWS
 from .errors import ArgumentError, UnsupportedError
 from .problem import MAX_SEQLEN, Problem
-from .spec import BwdConfig, Config, FwdConfig, KernelSpec
+from .spec import BwdConfig, Config, ForwardConfig, FwdConfig, FwdSm90Config, KernelSpec
+from .tensor_map import TensorMap, tensor_map
 from .tiles import rows_per_pass
 
 POINTERS = FWD_PARAMS.pointers
@@ -30,13 +32,21 @@ _FLOAT32_MAX = 2.0**128 - 2.0**104
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch of ``kernel``; ``params`` is the packed struct with null pointers."""
+    """One launch of a kernel.
+
+    Attributes:
+        kernel: Which of the kind's.
+        grid, num_threads, smem_bytes: Blocks, threads of a block, its dynamic shared memory.
+        params: The packed struct, with null pointers and empty tensor maps.
+        tensor_maps: What belongs into the tensor maps that lead the struct; None: nothing reads that one.
+    """
 
     kernel: str
     grid: tuple[int, int, int]
     num_threads: int
     smem_bytes: int
     params: bytes
+    tensor_maps: tuple[TensorMap | None, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -67,12 +77,13 @@ def heads_per_section(spec: KernelSpec, problem: Problem, l2_bytes: int) -> int:
 
 def fwd_plan(
     spec: KernelSpec,
-    config: FwdConfig,
+    config: ForwardConfig,
     problem: Problem,
     *,
     strides: Mapping[str, tuple[int, int, int]],
     softmax_scale: float,
     l2_bytes: int,
+    num_sms: int,
 ) -> LaunchPlan:
     """Plan of one forward call.
 
@@ -82,11 +93,14 @@ def fwd_plan(
         strides: For ``"q"``, ``"k"``, ``"v"`` and ``"o"``: element strides of (batch, row, head).
         softmax_scale: At least 0; log2(e) times it is finite in float32.
         l2_bytes: The chip's L2, for the order of the blocks; any value is right.
+        num_sms: Its multiprocessors, for kernels whose blocks walk over all tiles; any from 1 is right.
 
     Raises:
         ArgumentError: The problem does not fit the spec, or a size or the scale is out of range.
     """
     _require_launchable(spec, problem, softmax_scale)
+    if isinstance(config, FwdSm90Config):
+        return _fwd_sm90_plan(spec, config, problem, strides, softmax_scale, l2_bytes, num_sms)
     packed = spec.gqa_ratio if config.pack_gqa else 1  # query heads whose rows share query blocks
     if problem.seqlen_q * packed > MAX_SEQLEN:
         raise UnsupportedError(f"seqlen_q * gqa_ratio = {problem.seqlen_q * packed} packed rows are above {MAX_SEQLEN}")
@@ -94,11 +108,7 @@ def fwd_plan(
     num_m_blocks = -(-problem.seqlen_q * packed // config.block_m)
     tiles = heads * num_m_blocks
     _require_grid("fwd", tiles)
-    section = max(1, heads_per_section(spec, problem, l2_bytes) // packed)
-    # Tile indices inside a section are 32-bit products.
-    section = max(1, min(section, _MAX_INT // num_m_blocks))
-    # As many sections, but of equal size: a small last one would leave SMs idle at the end.
-    section = -(-heads // -(-heads // section))
+    section = _equal_sections(heads, max(1, heads_per_section(spec, problem, l2_bytes) // packed), num_m_blocks)
     row_bytes = {tensor: strides[tensor][1] * 2 for tensor in ("k", "v")}
     params = FWD_PARAMS.pack(
         **_named_strides(strides, "q", "k", "v", "o"),
@@ -115,6 +125,53 @@ def fwd_plan(
         scale_log2=_scale_log2(softmax_scale),
     )
     return LaunchPlan((_launch(spec, config, "fwd", tiles, params),))
+
+
+def _equal_sections(heads: int, section: int, num_m_blocks: int) -> int:
+    """Heads of a section: as many sections as at most ``section`` heads give, but of equal size.
+
+    A small last one would leave SMs idle at the end. Tile indices inside a section are 32-bit products.
+    """
+    section = max(1, min(section, _MAX_INT // num_m_blocks))
+    return -(-heads // -(-heads // section))
+
+
+def _fwd_sm90_plan(
+    spec: KernelSpec,
+    config: FwdSm90Config,
+    problem: Problem,
+    strides: Mapping[str, tuple[int, int, int]],
+    softmax_scale: float,
+    l2_bytes: int,
+    num_sms: int,
+) -> LaunchPlan:
+    heads = problem.batch * problem.num_heads_q
+    num_m_blocks = -(-problem.seqlen_q // config.block_m)
+    tiles = heads * num_m_blocks
+    # A block's next tile may lie a whole grid beyond the last one.
+    _require_grid("fwd", tiles + num_sms)
+    params = FWD_SM90_PARAMS.pack(
+        **_named_strides(strides, "o"),
+        batch=problem.batch,
+        num_heads=problem.num_heads_q,
+        seqlen_q=problem.seqlen_q,
+        seqlen_k=problem.seqlen_k,
+        num_m_blocks=num_m_blocks,
+        num_tiles=tiles,
+        heads_per_section=_equal_sections(heads, heads_per_section(spec, problem, l2_bytes), num_m_blocks),
+        softmax_scale=softmax_scale,
+        scale_log2=_scale_log2(softmax_scale),
+    )
+    queries = (problem.batch, problem.seqlen_q, problem.num_heads_q, spec.head_dim)
+    keys = (problem.batch, problem.seqlen_k, problem.num_heads_k, spec.head_dim)
+    maps = (
+        tensor_map("q", queries, strides["q"], GROUP_ROWS),
+        tensor_map("k", keys, strides["k"], config.block_n),
+        tensor_map("v", keys, strides["v"], config.block_n),
+        tensor_map("o", queries, strides["o"], GROUP_ROWS) if config.epilogue == "tma" else None,
+    )
+    launch = Launch("fwd", (min(tiles, num_sms), 1, 1), *launch_size(spec, config, "fwd"), params, maps)
+    return LaunchPlan((launch,), (Workspace("tickets", 256),) if config.scheduler == "dynamic" else ())
 
 
 def bwd_plan(

@@ -6,14 +6,13 @@ default changes no existing key.
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
-import json
 import re
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
+from .config_sm90 import FwdSm90Config
 from .errors import ArgumentError, UnsupportedError
+from .identity import Canonical, require_bool, require_int, require_one_of
 
 KINDS = ("fwd", "bwd")
 DTYPES = ("fp16", "bf16")
@@ -26,62 +25,8 @@ REDUCTIONS = ("scalar", "vector")
 # Far beyond any model's; what checks a kernel needs memory for that many heads.
 MAX_GQA_RATIO = 1024
 
-_Identity = TypeVar("_Identity", bound="_Canonical")
-
-
-class _Canonical:
-    """Canonical form and key of a frozen dataclass."""
-
-    # Always written, whatever their value: a table row that leaves them out would be unreadable.
-    _always: tuple[str, ...] = ()
-
-    def canonical(self) -> dict[str, Any]:
-        """Fields that differ from their default (and the ones a reader always needs), in declaration order."""
-        form = {}
-        for field in dataclasses.fields(self):  # type: ignore[arg-type]
-            value = getattr(self, field.name)
-            if field.name in self._always or value != field.default:
-                form[field.name] = value
-        return form
-
-    @classmethod
-    def from_canonical(cls: type[_Identity], form: dict[str, Any]) -> _Identity:
-        """Inverse of :meth:`canonical`.
-
-        Raises:
-            ArgumentError: A field is unknown or its value is not legal.
-        """
-        known = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
-        unknown = sorted(set(form) - known)
-        if unknown:
-            raise ArgumentError(
-                f"{cls.__name__} has no field {', '.join(unknown)}; fields are {', '.join(sorted(known))}"
-            )
-        return cls(**form)
-
-    def key(self) -> str:
-        """First 16 hex digits of the SHA-256 of the canonical form."""
-        return hashlib.sha256(json.dumps(self.canonical(), sort_keys=True).encode()).hexdigest()[:16]
-
-
-def _require_int(name: str, value: object, minimum: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-        raise ArgumentError(f"{name} must be an integer of at least {minimum}, got {value!r}")
-
-
-def _require_bool(name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise ArgumentError(f"{name} must be True or False, got {value!r}")
-
-
-def _require_one_of(name: str, value: object, allowed: tuple[Any, ...]) -> None:
-    # The type first: 16.0 equals 16 but is written otherwise, and an array has no truth value.
-    if not isinstance(value, type(allowed[0])) or value not in allowed:
-        raise ArgumentError(f"{name} must be one of {', '.join(map(str, allowed))}, got {value!r}")
-
-
 @dataclass(frozen=True)
-class KernelSpec(_Canonical):
+class KernelSpec(Canonical):
     """What a kernel computes; everything here is a constant of the compiled code.
 
     Attributes:
@@ -109,13 +54,13 @@ class KernelSpec(_Canonical):
     _always = ("kind", "head_dim", "dtype", "causal", "gqa_ratio")
 
     def __post_init__(self) -> None:
-        _require_one_of("kind", self.kind, KINDS)
-        _require_int("head_dim", self.head_dim, 1)
-        _require_one_of("dtype", self.dtype, DTYPES)
-        _require_bool("causal", self.causal)
-        _require_int("gqa_ratio", self.gqa_ratio, 1)
-        _require_one_of("alignment", self.alignment, ALIGNMENTS)
-        _require_bool("deterministic", self.deterministic)
+        require_one_of("kind", self.kind, KINDS)
+        require_int("head_dim", self.head_dim, 1)
+        require_one_of("dtype", self.dtype, DTYPES)
+        require_bool("causal", self.causal)
+        require_int("gqa_ratio", self.gqa_ratio, 1)
+        require_one_of("alignment", self.alignment, ALIGNMENTS)
+        require_bool("deterministic", self.deterministic)
         if self.head_dim > NATIVE_HEAD_DIMS[-1]:
             raise UnsupportedError(
                 f"head_dim {self.head_dim} is not supported: this version has kernels for head dims 1 to "
@@ -156,7 +101,7 @@ class KernelSpec(_Canonical):
 
 
 @dataclass(frozen=True)
-class FwdConfig(_Canonical):
+class FwdConfig(Canonical):
     """How the forward kernel of the sm80 family computes it: the tunables.
 
     Which combinations are legal for a spec on a chip is decided in ``constraints.py`` alone.
@@ -208,14 +153,14 @@ class FwdConfig(_Canonical):
     )
 
     def __post_init__(self) -> None:
-        _require_one_of("family", self.family, ("sm80",))
+        require_one_of("family", self.family, ("sm80",))
         for name in ("block_m", "block_n", "step_n", "num_warps", "num_stages", "min_blocks", "warps_n"):
-            _require_int(name, getattr(self, name), 1)
-        _require_bool("q_in_regs", self.q_in_regs)
-        _require_bool("pack_gqa", self.pack_gqa)
-        _require_one_of("softmax", self.softmax, SOFTMAXES)
-        _require_one_of("proof", self.proof, PROOFS)
-        _require_one_of("pipeline", self.pipeline, PIPELINES)
+            require_int(name, getattr(self, name), 1)
+        require_bool("q_in_regs", self.q_in_regs)
+        require_bool("pack_gqa", self.pack_gqa)
+        require_one_of("softmax", self.softmax, SOFTMAXES)
+        require_one_of("proof", self.proof, PROOFS)
+        require_one_of("pipeline", self.pipeline, PIPELINES)
 
     @property
     def num_threads(self) -> int:
@@ -270,7 +215,7 @@ class FwdConfig(_Canonical):
 
 
 @dataclass(frozen=True)
-class BwdConfig(_Canonical):
+class BwdConfig(Canonical):
     """How the backward kernels of the sm80 family compute it: the tunables.
 
     A block keeps a tile of K and V and its share of dK and dV; it walks over the queries. The first products are
@@ -313,12 +258,12 @@ class BwdConfig(_Canonical):
     _always = ("family", "block_m", "block_n", "step_m", "num_warps", "num_stages", "roles", "min_blocks")
 
     def __post_init__(self) -> None:
-        _require_one_of("family", self.family, ("sm80",))
+        require_one_of("family", self.family, ("sm80",))
         for name in (*self._always[1:], "warps_d", "ds_stages"):
-            _require_int(name, getattr(self, name), 1)
-        _require_bool("kv_in_regs", self.kv_in_regs)
-        _require_bool("split_heads", self.split_heads)
-        _require_one_of("reduction", self.reduction, REDUCTIONS)
+            require_int(name, getattr(self, name), 1)
+        require_bool("kv_in_regs", self.kv_in_regs)
+        require_bool("split_heads", self.split_heads)
+        require_one_of("reduction", self.reduction, REDUCTIONS)
 
     @property
     def num_threads(self) -> int:
@@ -366,5 +311,41 @@ class BwdConfig(_Canonical):
         )
 
 
-Config = FwdConfig | BwdConfig
-CONFIGS: dict[str, type[FwdConfig] | type[BwdConfig]] = {"fwd": FwdConfig, "bwd": BwdConfig}
+ForwardConfig = FwdConfig | FwdSm90Config
+Config = FwdConfig | FwdSm90Config | BwdConfig
+
+# kind -> its families' configs, by the family; the first is the one that runs on every supported GPU.
+FAMILIES: dict[str, dict[str, type[FwdConfig] | type[FwdSm90Config] | type[BwdConfig]]] = {
+    "fwd": {"sm80": FwdConfig, "sm90": FwdSm90Config},
+    "bwd": {"sm80": BwdConfig},
+}
+
+
+def config_class(kind: str, family: str) -> type[FwdConfig] | type[FwdSm90Config] | type[BwdConfig]:
+    """The class of a family's configs.
+
+    Raises:
+        ArgumentError: No family of that name has kernels of this kind.
+    """
+    require_one_of("family", family, tuple(FAMILIES[kind]))
+    return FAMILIES[kind][family]
+
+
+def config_from_canonical(kind: str, form: dict[str, Any]) -> Config:
+    """Inverse of a config's ``canonical()``, whose family decides the class; without one it is the first.
+
+    Raises:
+        ArgumentError: A field is unknown or its value is not legal.
+    """
+    return config_class(kind, form.get("family", next(iter(FAMILIES[kind])))).from_canonical(form)
+
+
+def config_from_slug(kind: str, slug: str) -> Config:
+    """Inverse of a config's ``slug()``, which begins with the family.
+
+    Raises:
+        ArgumentError: Not a config's slug, or a value that is not legal.
+    """
+    family = slug.partition("_")[0]
+    first = next(iter(FAMILIES[kind]))
+    return config_class(kind, family if family in FAMILIES[kind] else first).from_slug(slug)

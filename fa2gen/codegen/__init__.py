@@ -3,13 +3,22 @@
 from .manifest import kernels_of, manifest, renderer_hash, template_hash
 from .params import Field, ParamStruct
 from .render import KernelSource, entry_name, grid_rule, render_kernel, render_kernels
-from .structs import BWD_PARAMS, BWD_POSTPROCESS_PARAMS, BWD_PREPROCESS_PARAMS, FWD_PARAMS, PARAMS
+from .structs import (
+    BWD_PARAMS,
+    BWD_POSTPROCESS_PARAMS,
+    BWD_PREPROCESS_PARAMS,
+    FWD_PARAMS,
+    FWD_SM90_PARAMS,
+    PARAMS,
+    param_struct,
+)
 
 __all__ = [
     "BWD_PARAMS",
     "BWD_POSTPROCESS_PARAMS",
     "BWD_PREPROCESS_PARAMS",
     "FWD_PARAMS",
+    "FWD_SM90_PARAMS",
     "PARAMS",
     "Field",
     "KernelSource",
@@ -18,6 +27,7 @@ __all__ = [
     "grid_rule",
     "kernels_of",
     "manifest",
+    "param_struct",
     "render_kernel",
     "render_kernels",
     "renderer_hash",

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ..data import data_dir
 from ..errors import UnsupportedError
-from .structs import PARAMS
+from .structs import param_struct
 
 # kind -> its kernels, in the order in which they run; one has the kind's own name.
 _KERNELS = {"fwd": ("fwd",), "bwd": ("bwd_preprocess", "bwd", "bwd_postprocess")}
@@ -29,6 +29,20 @@ _BODIES = {
             "sm80/pipeline.cuh",
         ),
     ),
+    ("fwd", "sm90"): (
+        "kernels/flash_fwd_sm90.cu.j2",
+        (
+            "sm90/tile.cuh",
+            "sm90/ring.cuh",
+            "sm90/schedule.cuh",
+            "sm90/gemm.cuh",
+            "sm90/mask.cuh",
+            "sm90/softmax.cuh",
+            "sm90/attend.cuh",
+            "sm90/epilogue.cuh",
+            "sm90/produce.cuh",
+        ),
+    ),
     ("bwd_preprocess", "sm80"): ("kernels/flash_bwd_preprocess_sm80.cu.j2", ()),
     ("bwd", "sm80"): (
         "kernels/flash_bwd_sm80.cu.j2",
@@ -43,10 +57,19 @@ _BODIES = {
     ),
     ("bwd_postprocess", "sm80"): ("kernels/flash_bwd_postprocess_sm80.cu.j2", ("sm80/accumulate.cuh",)),
 }
-# (kind, family) -> what precedes the body when it is compiled for a GPU: the types, which the host shares, and the
-# primitives.
+# family -> the types, which the host shares.
+_TYPE_HEADERS = {"sm80": ("common/types.cuh",), "sm90": ("common/types.cuh", "sm90/types.cuh")}
+# (kind, family) -> what precedes the body when it is compiled for a GPU: the types and the primitives.
 _PLATFORM_HEADERS = {
     ("fwd", "sm80"): ("common/types.cuh", "sm80/primitives.cuh"),
+    ("fwd", "sm90"): (
+        "common/types.cuh",
+        "sm90/types.cuh",
+        "sm80/primitives.cuh",
+        "sm80/conversions.cuh",
+        "sm90/primitives.cuh",
+        "sm90/wgmma.cuh.j2",
+    ),
     ("bwd", "sm80"): ("common/types.cuh", "sm80/primitives.cuh", "sm80/conversions.cuh", "sm80/reductions.cuh"),
 }
 
@@ -55,15 +78,19 @@ _PLATFORM_HEADERS = {
 RENDERING = (
     "__init__.py",
     "codegen",
+    "config_sm90.py",
     "constraints.py",
     "constraints_backward.py",
+    "constraints_sm90.py",
     "data.py",
     "errors.py",
     "hardware",
+    "identity.py",
     "spec.py",
+    "tensor_map.py",
     "tiles.py",
 )
-_TEXTS = ("common", "kernels", "sm80")
+_TEXTS = ("common", "kernels", "sm80", "sm90")
 
 
 def kernels_of(kind: str) -> tuple[str, ...]:
@@ -84,6 +111,11 @@ def body_headers(kernel: str, family: str) -> tuple[str, ...]:
 def platform_headers(kind: str, family: str) -> tuple[str, ...]:
     """Headers that precede the bodies of a kind on a GPU, relative to the templates folder."""
     return _PLATFORM_HEADERS[kind, family]
+
+
+def type_headers(family: str) -> tuple[str, ...]:
+    """Of them those that precede bodies on the host as well."""
+    return _TYPE_HEADERS[family]
 
 
 def manifest(kind: str, family: str) -> tuple[str, ...]:
@@ -118,7 +150,7 @@ def template_hash(kind: str, family: str) -> str:
     kernel's tuned entries stale.
     """
     root = data_dir("templates")
-    digest = hashlib.sha256(b"".join(_code(PARAMS[kernel].declaration()) for kernel in kernels_of(kind)))
+    digest = hashlib.sha256(b"".join(_code(param_struct(kernel, family).declaration()) for kernel in kernels_of(kind)))
     for name in manifest(kind, family):
         digest.update(name.encode() + b"\0" + _code((root / name).read_text(encoding="utf-8")) + b"\0")
     return digest.hexdigest()[:16]

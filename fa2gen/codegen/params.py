@@ -6,8 +6,12 @@ import struct
 from dataclasses import dataclass
 from functools import cached_property
 
-# C type -> (struct code, size and alignment in bytes). All fields are naturally aligned, as in C++.
-_TYPES = {"pointer": ("Q", 8), "i64": ("q", 8), "int": ("i", 4), "float": ("f", 4)}
+from .. import tensor_map
+
+# C type -> struct code. All fields are naturally aligned, as in C++.
+_TYPES = {"TensorMap": f"{tensor_map.BYTES}s", "pointer": "Q", "i64": "q", "int": "i", "float": "f"}
+# Of fields that need not be given.
+_DEFAULTS = {"TensorMap": b"", "pointer": 0}
 
 
 @dataclass(frozen=True)
@@ -31,7 +35,8 @@ class ParamStruct:
     Attributes:
         name: C++ name.
         comment: Comment lines above the declaration.
-        fields: In order; fields of 8 bytes come before fields of 4, so that padding is needed at the end only.
+        fields: In order; tensor maps come first, fields of 8 bytes before fields of 4, so that padding is needed at the
+            end only.
     """
 
     name: str
@@ -40,9 +45,9 @@ class ParamStruct:
 
     @cached_property
     def format(self) -> str:
-        """``struct`` format of the packed bytes, little-endian; as in C++ the end is padded to a multiple of 8."""
-        fields = "<" + "".join(_TYPES[field.kind][0] for field in self.fields)
-        return f"{fields}{-struct.calcsize(fields) % 8}x"
+        """``struct`` format of the packed bytes, little-endian; as in C++ the end is padded to the widest alignment."""
+        fields = "<" + "".join(_TYPES[field.kind] for field in self.fields)
+        return f"{fields}{-struct.calcsize(fields) % (64 if self.tensor_maps else 8)}x"
 
     @cached_property
     def size(self) -> int:
@@ -51,12 +56,22 @@ class ParamStruct:
 
     @cached_property
     def pointers(self) -> tuple[str, ...]:
-        """Names of the pointer fields, which lead the struct: pointer i lies at byte 8 * i."""
+        """Names of the pointer fields: pointer i lies at byte ``pointers_at + 8 * i``."""
         return tuple(field.name for field in self.fields if field.kind == "pointer")
 
     @cached_property
-    def _defaults(self) -> dict[str, int | None]:
-        return {field.name: 0 if field.kind == "pointer" else None for field in self.fields}
+    def tensor_maps(self) -> tuple[str, ...]:
+        """Names of the tensor maps, which lead the struct."""
+        return tuple(field.name for field in self.fields if field.kind == "TensorMap")
+
+    @property
+    def pointers_at(self) -> int:
+        """Bytes before the first pointer."""
+        return len(self.tensor_maps) * tensor_map.BYTES
+
+    @cached_property
+    def _defaults(self) -> dict[str, int | bytes | None]:
+        return {field.name: _DEFAULTS.get(field.kind) for field in self.fields}
 
     def declaration(self) -> str:
         """The C++ declaration, one commented field a line, as clang-format leaves it."""
@@ -68,10 +83,10 @@ class ParamStruct:
         return "\n".join(lines)
 
     def pack(self, **values: int | float) -> bytes:
-        """Packs the struct; pointer fields left out are null.
+        """Packs the struct; tensor maps and pointers left out are null.
 
         Raises:
-            KeyError: A field that is not a pointer is missing.
+            KeyError: Another field is missing.
         """
         merged = {**self._defaults, **values}
         if len(merged) != len(self.fields):

@@ -22,13 +22,15 @@ from ..constraints_backward import (
 from ..constraints_backward import smem_plan as bwd_smem_plan
 from ..data import data_dir
 from ..errors import ArgumentError
+from ..constraints_sm90 import output_columns, register_split
+from ..constraints_sm90 import smem_plan as sm90_smem_plan
 from ..hardware import arch_limits, supported_compute_capabilities
-from ..spec import BwdConfig, Config, KernelSpec
+from ..spec import BwdConfig, Config, FwdSm90Config, KernelSpec
 from .lexer import TemplateError
-from .manifest import body_headers, body_template, kernels_of, platform_headers
+from .manifest import body_headers, body_template, kernels_of, platform_headers, type_headers
 from .prune import prune
 from .rejoin import rejoin
-from .structs import PARAMS
+from .structs import param_struct
 
 PLATFORMS = ("cuda", "host")
 
@@ -36,6 +38,8 @@ PLATFORMS = ("cuda", "host")
 # sides and lie between the two.
 HOST_KEYWORDS = '#include "fa2gen_keywords.h"\n'
 HOST_INCLUDE = '#include "fa2gen_host.h"\n'
+HOST_INCLUDE_SM90 = '#include "fa2gen_host_sm90.h"\n'
+_HOST_INCLUDES = {"sm80": HOST_INCLUDE, "sm90": HOST_INCLUDE + HOST_INCLUDE_SM90}
 
 # Stands for the kernel's name until the text is pruned, so that the parts of the text that do not depend on the config
 # are read once for all kernels.
@@ -97,7 +101,7 @@ def _constants(spec: KernelSpec, config: Config, kernel: str) -> dict[str, Any]:
         "head_dim": spec.head_dim,
         "head_dim_padded": spec.native_head_dim,
         "element": spec.dtype,
-        "params_declaration": PARAMS[kernel].declaration(),
+        "params_declaration": param_struct(kernel, config.family).declaration(),
     }
     if kernel == "bwd_preprocess":
         return common | {"num_threads": PREPROCESS_THREADS, "block_rows": PREPROCESS_ROWS}
@@ -111,6 +115,9 @@ def _constants(spec: KernelSpec, config: Config, kernel: str) -> dict[str, Any]:
         warps_m = dq_warps_m(spec, config)
         common |= {"deterministic": _literal(spec.deterministic), "dq_warps_m": warps_m}
         smem_of_kind: Any = bwd_smem_plan(spec, config)
+    elif isinstance(config, FwdSm90Config):
+        common |= _sm90_constants(spec, config)
+        smem_of_kind = sm90_smem_plan(spec, config)
     else:
         common |= {
             "fp16": _literal(spec.dtype == "fp16"),
@@ -122,6 +129,20 @@ def _constants(spec: KernelSpec, config: Config, kernel: str) -> dict[str, Any]:
         smem_of_kind = smem_plan(spec, config)
     shape = {"causal": _literal(spec.causal), "gqa_ratio": spec.gqa_ratio, "smem": smem_of_kind}
     return tunables | common | shape
+
+
+def _sm90_constants(spec: KernelSpec, config: FwdSm90Config) -> dict[str, Any]:
+    products = {("ss", config.block_n, False), ("ss" if config.p_in_smem else "rs", output_columns(spec.head_dim), True)}
+    return {
+        "warpgroups": config.warpgroups,
+        "dynamic": _literal(config.scheduler == "dynamic"),
+        "store_by_tma": _literal(config.epilogue == "tma"),
+        "registers": register_split(config),
+        "ptx_element": {"bf16": "bf16", "fp16": "f16"}[spec.dtype],
+        "wgmma_shapes": [
+            {"form": form, "n": n, "transposed_b": _literal(transposed)} for form, n, transposed in sorted(products)
+        ],
+    }
 
 
 def _assignments(form: dict[str, Any]) -> str:
@@ -147,9 +168,14 @@ def full_parts(spec: KernelSpec, config: Config, kernel: str | None = None) -> l
     The platform's headers come first; the kernel is still called ``KERNEL_NAME``.
     """
     kernel = kernel or spec.kind
-    text = _environment().get_template(body_template(kernel, config.family)).render(_constants(spec, config, kernel))
-    parts = [_file(name) for name in platform_headers(spec.kind, config.family)]
-    for subject in (PARAMS[kernel].declaration(), *map(_file, body_headers(kernel, config.family))):
+    constants = _constants(spec, config, kernel)
+    text = _environment().get_template(body_template(kernel, config.family)).render(constants)
+    parts = [
+        _environment().get_template(name).render(constants) if name.endswith(".j2") else _file(name)
+        for name in platform_headers(spec.kind, config.family)
+    ]
+    params = param_struct(kernel, config.family)
+    for subject in (params.declaration(), *map(_file, body_headers(kernel, config.family))):
         before, found, text = text.partition(subject)
         if not found:
             raise TemplateError(f"the kernel's template changes what it includes: {subject.splitlines()[0]}")
@@ -203,7 +229,8 @@ def render_kernel(spec: KernelSpec, config: Config, platform: str = "cuda", kern
     if platform == "cuda":
         text = join_parts((head_comment(spec, config, kernel), *parts[: len(headers)], body))
     else:
-        text = join_parts((HOST_KEYWORDS, _file(headers[0]), HOST_INCLUDE, body))
+        types = map(_file, type_headers(config.family))
+        text = join_parts((HOST_KEYWORDS, *types, _HOST_INCLUDES[config.family], body))
     num_threads, smem_bytes = launch_size(spec, config, kernel)
     return KernelSource(spec, config, kernel, platform, text, body, entry, num_threads, smem_bytes)
 
@@ -242,7 +269,7 @@ def head_comment(spec: KernelSpec, config: Config, kernel: str | None = None) ->
     smem = smem_plan(spec, config)
     chips = map(arch_limits, supported_compute_capabilities())
     fits = [chip.target for chip in chips if smem.total <= chip.max_smem_per_block]
-    params = PARAMS[spec.kind]
+    params = param_struct(spec.kind, config.family)
     # About 32, as far as whole groups allow.
     heads = spec.gqa_ratio * max(1, 32 // spec.gqa_ratio)
     packed = spec.gqa_ratio if config.pack_gqa else 1
@@ -293,7 +320,7 @@ def _backward_head_comment(spec: KernelSpec, config: BwdConfig, kernel: str) -> 
             smem=bwd_smem_plan(spec, config),
             num_threads=num_threads,
             smem_bytes=smem_bytes,
-            params=PARAMS[kernel],
+            params=param_struct(kernel, config.family),
             fits=[chip.target for chip in chips if infeasible_reason(spec, config, chip) is None],
             grid=_HEAD_GRIDS[kernel, config.split_heads] if kernel != "bwd" else grid_rule(spec, config, kernel),
             spec_text=_assignments(spec.canonical()),

@@ -10,15 +10,23 @@ import torch
 from ..errors import ArgumentError
 from ..launch import fwd_plan
 from ..problem import Problem
-from ..spec import FwdConfig, KernelSpec
+from ..spec import ForwardConfig, KernelSpec
 from .launches import run_plan
 from .runner import Buffer, Counters
-from .tensors import copy_back, float_buffer, problem_of, require_legal, tensor_buffer, used_strides
+from .tensors import (
+    copy_back,
+    float_buffer,
+    problem_of,
+    require_legal,
+    tensor_buffer,
+    used_strides,
+    workspace_buffer,
+)
 
 
 def run_forward(
     spec: KernelSpec,
-    config: FwdConfig,
+    config: ForwardConfig,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -30,6 +38,7 @@ def run_forward(
     checks: bool = True,
     timeout: float = 120.0,
     threads: int | None = None,
+    num_sms: int = 3,
 ) -> tuple[torch.Tensor, torch.Tensor, Counters]:
     """Renders, builds and runs the forward kernel on the CPU, with every access checked.
 
@@ -43,6 +52,7 @@ def run_forward(
         k, v: (batch, seqlen_k, num_heads_k, head_dim), likewise.
         softmax_scale: At least 0.
         out: Where to write the output, shaped like q; default: a new contiguous tensor.
+        num_sms: Blocks that walk over all tiles, where the kernel's do.
         seed, random_schedule, checks, timeout, threads: See :func:`~fa2gen.emulator.run`.
 
     Returns:
@@ -67,7 +77,13 @@ def run_forward(
     # (batch, row, head): the order of a (batch, seqlen, heads, head_dim) tensor's own strides.
     strides = {name: used_strides(tensor) for name, tensor in (*inputs.items(), ("o", out))}
     plan = fwd_plan(
-        spec, config, problem, strides=strides, softmax_scale=softmax_scale, l2_bytes=_l2_bytes(spec, problem)
+        spec,
+        config,
+        problem,
+        strides=strides,
+        softmax_scale=softmax_scale,
+        l2_bytes=_l2_bytes(spec, problem),
+        num_sms=num_sms,
     )
     output = tensor_buffer("o", out, output=True)
     repairs = np.zeros(1, np.uint32)
@@ -80,6 +96,7 @@ def run_forward(
             output,
             float_buffer("softmax_lse", lse, output=True),
             Buffer("repairs", repairs.view(np.uint8)),
+            *(workspace_buffer(workspace.pointer, workspace.num_bytes) for workspace in plan.workspaces),
         ],
         seed=seed,
         random_schedule=random_schedule,

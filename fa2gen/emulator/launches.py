@@ -7,9 +7,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..codegen import PARAMS, render_kernel
-from ..launch import LaunchPlan
+from ..codegen import param_struct, render_kernel
+from ..launch import Launch, LaunchPlan
 from ..spec import Config, KernelSpec
+from ..tensor_map import BYTES
 from .builder import build
 from .runner import Buffer, Counters, require_written, run
 
@@ -38,10 +39,27 @@ def run_plan(
     counters = Counters()
     for launch in plan.launches:
         kernel = build(render_kernel(spec, config, "host", launch.kernel))
-        fields = PARAMS[launch.kernel].pointers
-        bound = [dataclasses.replace(b, pointer_index=fields.index(b.name)) for b in shared if b.name in fields]
+        words = _pointer_words(launch, config)
+        bound = [dataclasses.replace(b, pointer_index=words[b.name]) for b in shared if b.name in words]
+        launch = dataclasses.replace(launch, params=_with_maps(launch))
         counters += run(kernel, launch, bound, **options)  # type: ignore[arg-type]
     for b in shared:
         if b.output:
             require_written(b)
     return counters
+
+
+def _pointer_words(launch: Launch, config: Config) -> dict[str, int]:
+    """For each tensor and workspace the 8-byte word of the parameters that holds its address.
+
+    A tensor that a map shows is reached by that map only.
+    """
+    struct = param_struct(launch.kernel, config.family)
+    words = {name: struct.pointers_at // 8 + i for i, name in enumerate(struct.pointers)}
+    maps = {each.tensor: i * BYTES // 8 for i, each in enumerate(launch.tensor_maps) if each is not None}
+    return words | maps
+
+
+def _with_maps(launch: Launch) -> bytes:
+    maps = b"".join(each.emulated() if each is not None else bytes(BYTES) for each in launch.tensor_maps)
+    return maps + launch.params[len(maps) :]

@@ -1,0 +1,126 @@
+"""Which configs of the sm90 family are legal, their shared-memory plan and how registers are split."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .config_sm90 import GROUP_ROWS, FwdSm90Config
+from .hardware import ArchLimits
+from .spec import KernelSpec
+
+COMPUTE_CAPABILITY = (9, 0)
+"""wgmma and setmaxnreg exist here only: sm_90a code runs on no other chip."""
+
+_PANEL_COLUMNS = 64
+_ROW_BYTES = 128  # of a panel
+_MAX_WARPGROUPS = 3
+_MAX_STAGES = 4
+_MAX_BLOCK_N = 256  # wgmma's widest product
+# mbarriers: a full and an empty one of 8 bytes a stage. Tile numbers pass through two slots, which have them too.
+_RING_BYTES = 16
+_TILE_SLOTS, _TILE_NUMBER_BYTES = 2, 4
+# Consumers' registers beyond accumulators and P: addresses, row state, loop and schedule. The probes that ran on an
+# H200 without spilling used up to 44 besides; 24 keeps every config that can compile in the space.
+_REGISTERS_BESIDES = 24
+
+
+@dataclass(frozen=True)
+class Sm90SmemPlan:
+    """Byte offsets in a block's dynamic shared memory, which begins at a multiple of 1024.
+
+    Stages of Q, K and V, P where it goes through shared memory, mbarriers. O leaves through Q's place.
+    """
+
+    q: int
+    k: int
+    v: int
+    p: int
+    barriers: int
+    total: int
+
+
+@dataclass(frozen=True)
+class RegisterSplit:
+    """Registers of a thread after ``setmaxnreg``; 0: it is not executed, and the launch's share stays."""
+
+    producer: int
+    consumer: int
+
+
+def padded_columns(head_dim: int) -> int:
+    """Columns of a tile in shared memory: whole panels, which TMA fills up with zeros."""
+    return -(-head_dim // _PANEL_COLUMNS) * _PANEL_COLUMNS
+
+
+def output_columns(head_dim: int) -> int:
+    """Columns of O that are multiplied: whole steps of 16."""
+    return -(-head_dim // 16) * 16
+
+
+def smem_plan(spec: KernelSpec, config: FwdSm90Config) -> Sm90SmemPlan:
+    """Where the forward's tiles lie; rendered into the kernel, which asserts it."""
+    row = padded_columns(spec.head_dim) * 2
+    k = config.q_stages * config.block_m * row
+    v = k + config.num_stages * config.block_n * row
+    p = v + config.num_stages * config.block_n * row
+    panels = -(-config.block_n // _PANEL_COLUMNS) if config.p_in_smem else 0
+    barriers = p + panels * config.warpgroups * GROUP_ROWS * _ROW_BYTES
+    rings = config.q_stages + 2 * config.num_stages + _TILE_SLOTS
+    total = barriers + _RING_BYTES * rings + _TILE_NUMBER_BYTES * _TILE_SLOTS
+    return Sm90SmemPlan(q=0, k=k, v=v, p=p, barriers=barriers, total=total)
+
+
+def register_split(config: FwdSm90Config) -> RegisterSplit:
+    """How many registers a producer's and a consumer's threads have.
+
+    Together they are what the launch grants: 128 * 24 + 256 * 240 of 384 * 168, 128 * 32 + 384 * 160 of 512 * 128. With
+    one consumer a thread has all 255 that exist from the start.
+    """
+    return {1: RegisterSplit(0, 0), 2: RegisterSplit(24, 240), 3: RegisterSplit(32, 160)}[config.warpgroups]
+
+
+def consumer_registers(config: FwdSm90Config) -> int:
+    """Registers of a consumer's thread."""
+    return register_split(config).consumer or 255
+
+
+def estimate_registers(spec: KernelSpec, config: FwdSm90Config) -> int:
+    """Lower estimate of the registers a consumer's thread needs without spilling.
+
+    Accumulators of O and S in float32; where products overlap, P of the tile before besides.
+    """
+    accumulators = output_columns(spec.head_dim) // 2 + config.block_n // 2
+    packed = config.block_n // 4 if config.overlap and not config.p_in_smem else 0
+    return accumulators + packed + _REGISTERS_BESIDES
+
+
+def config_reason(config: FwdSm90Config) -> str | None:
+    """Why a config can serve no spec, or None if some spec may take it."""
+    if config.block_m % GROUP_ROWS or not 1 <= config.warpgroups <= _MAX_WARPGROUPS:
+        return f"block_m {config.block_m} is not {GROUP_ROWS} rows for each of 1 to {_MAX_WARPGROUPS} warpgroups"
+    if config.block_n % 16 or config.block_n > _MAX_BLOCK_N:
+        return f"block_n {config.block_n} is no multiple of 16 up to {_MAX_BLOCK_N}"
+    if config.num_stages > _MAX_STAGES:
+        return f"num_stages {config.num_stages} is above {_MAX_STAGES}"
+    if config.q_stages > 2:
+        return f"q_stages {config.q_stages} is above 2"
+    if config.ping_pong and config.warpgroups == 1:
+        return "ping_pong needs warpgroups that take turns, and block_m 64 has one"
+    return None
+
+
+def infeasible_reason(spec: KernelSpec, config: FwdSm90Config, arch: ArchLimits) -> str | None:
+    """Why a config cannot serve a spec on an architecture, or None if it can."""
+    if arch.compute_capability != COMPUTE_CAPABILITY:
+        return f"family sm90 needs compute capability 9.0, {arch.target} has no wgmma"
+    if spec.alignment != 16:
+        return "family sm90 copies by TMA, which needs 16-byte alignment"
+    if reason := config_reason(config):
+        return reason
+    smem = smem_plan(spec, config).total
+    if smem > arch.max_smem_per_block:
+        return f"{smem} bytes of shared memory, {arch.target} grants a block {arch.max_smem_per_block}"
+    registers, available = estimate_registers(spec, config), consumer_registers(config)
+    if registers > available:
+        return f"at least {registers} registers a thread, {config.warpgroups} consumers have {available}"
+    return None

@@ -1,0 +1,72 @@
+// ---- Epilogue: O = acc_o / l and L = m + ln(l) leave
+
+// Normalises O and stores L. `row` is this thread's first row; `head` counts all heads of all batches.
+FUNC void finish_rows(OutputTile& acc_o, SoftmaxState& softmax, int row, i64 head, const FwdParams& p) {
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    const float sum = quad_sum(softmax.row_sum[r]);
+    const float inverse = sum == 0.f ? 0.f : rcp(sum);  // a row with no visible key: O = 0, L = -inf
+#pragma unroll
+    for (int n = 0; n < kColumnsO / 8; n++)
+#pragma unroll
+      for (int e = 0; e < 2; e++) acc_o[4 * n + 2 * r + e] *= inverse;
+    if (p.softmax_lse.address && threadIdx.x % 4 == 0 && row + r * 8 < p.seqlen_q)
+      st_global(p.softmax_lse + (head * p.seqlen_q + row + r * 8),
+                sum == 0.f ? neg_inf() : fma_f32(softmax.row_max[r], p.softmax_scale, lg2(sum) * kLn2));
+  }
+}
+
+// O to this warpgroup's part of the Q tile, which it has read, and from there by TMA. The group leader's store reads
+// it until finish_store.
+FUNC void store_by_tma(const OutputTile& acc_o, u32 tile_q, int group, const WorkTile& work, const FwdParams& p) {
+  const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane % 16;
+#pragma unroll
+  for (int step = 0; step < kColumnsO / 16; step++) {
+    const float* o = acc_o + 8 * step;
+    stmatrix_x4(tile_q + step / 4 * kQueryPanelBytes + swizzled(row, step % 4 * 2 + lane / 16),
+                pack2<Element>(o[0], o[1]), pack2<Element>(o[2], o[3]), pack2<Element>(o[4], o[5]),
+                pack2<Element>(o[6], o[7]));
+  }
+  fence_proxy_async();
+  bar_sync(kOutputBarrier + group, 128);
+  if (!is_group_leader()) return;
+#pragma unroll
+  for (int panel = 0; panel < kPanels; panel++)
+    tma_store(p.o_map, tile_q + panel * kQueryPanelBytes, panel * 64, work.m_block * kBlockM + group * kGroupRows,
+              work.head, work.batch);
+  tma_store_commit();
+}
+
+// O straight from registers. Four lanes exchange what they have of a row's four n8 tiles, two by two, so that each
+// holds one whole tile's 16 bytes.
+FUNC void store_directly(const OutputTile& acc_o, int row, const WorkTile& work, const FwdParams& p) {
+  const int place = threadIdx.x % 4;
+  const gptr<Element> o = p.o + (work.batch * p.o_batch_stride + work.head * p.o_head_stride);
+#pragma unroll
+  for (int quad = 0; quad < (kColumnsO + 31) / 32; quad++)
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      u32 piece[4];
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const int n = 4 * quad + i;
+        piece[i] = n < kColumnsO / 8 ? pack2<Element>(acc_o[4 * n + 2 * r], acc_o[4 * n + 2 * r + 1]) : 0;
+      }
+      // A 4 x 4 transpose in two rounds: each lane sends the half that its partner keeps.
+#pragma unroll
+      for (int i = 0; i < 4; i += 2) {
+        const u32 theirs = shfl_xor(place & 1 ? piece[i] : piece[i + 1], 1);
+        piece[i] = place & 1 ? theirs : piece[i];
+        piece[i + 1] = place & 1 ? piece[i + 1] : theirs;
+      }
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        const u32 theirs = shfl_xor(place & 2 ? piece[i] : piece[i + 2], 2);
+        piece[i] = place & 2 ? theirs : piece[i];
+        piece[i + 2] = place & 2 ? piece[i + 2] : theirs;
+      }
+      const int column = 32 * quad + 8 * place;
+      if (row + r * 8 < p.seqlen_q && column < kHeadDim)
+        st_global(o + ((row + r * 8) * p.o_row_stride + column), u32x4{piece[0], piece[1], piece[2], piece[3]});
+    }
+}

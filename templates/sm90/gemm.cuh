@@ -1,0 +1,54 @@
+// ---- The two matrix products of one key tile, for a warpgroup's 64 query rows
+//
+// Both are only issued here. Until a wgmma_wait covers them nothing else may touch their accumulators or P.
+
+constexpr int kStepsQK = (kHeadDim + 15) / 16;  // k16 steps of Q K^T; columns beyond are zero
+constexpr int kStepsPV = kBlockN / 16;  // k16 steps of P V
+constexpr int kColumnsO = (kHeadDim + 15) / 16 * 16;  // columns of O; those beyond the head dim are zero
+
+// Accumulators: [4 n + 2 r + e] is row warp % 4 * 16 + r * 8 + lane / 4, column n * 8 + lane % 4 * 2 + e.
+using ScoreTile = float[kBlockN / 2];
+using OutputTile = float[kColumnsO / 2];
+// P as the left operand of P V: for each k16 step what the accumulators hold of these columns, two by two.
+using ProbabilityFragments = u32[kStepsPV][4];
+
+// S = Q K^T.
+FUNC void issue_qk(ScoreTile& acc_s, u32 tile_q, u32 tile_k) {
+  const u32 q = k_major(tile_q), k = k_major(tile_k);
+#pragma unroll
+  for (int step = 0; step < kStepsQK; step++)
+    wgmma_ss<Element, kBlockN, false>(acc_s, descriptor(q + k_step(step, kQueryPanelBytes)),
+                                      descriptor(k + k_step(step, kKeyPanelBytes)), step > 0);
+}
+
+// O += P V, or O = P V. P comes from `frag_p`, or from this warpgroup's tile in shared memory.
+FUNC void issue_pv(OutputTile& acc_o, const ProbabilityFragments& frag_p, u32 tile_p, u32 tile_v, bool accumulate) {
+  const u32 v = mn_major(tile_v, kKeyPanelBytes);
+#pragma unroll
+  for (int step = 0; step < kStepsPV; step++) {
+    const u64 rows = descriptor(v + step * (16 * kPanelRowBytes >> 4));
+    if constexpr (kSharedP)
+      wgmma_ss<Element, kColumnsO, true>(acc_o, descriptor(k_major(tile_p) + k_step(step, kQueryPanelBytes)), rows,
+                                         step > 0 || accumulate);
+    else
+      wgmma_rs<Element, kColumnsO, true>(acc_o, frag_p[step], rows, step > 0 || accumulate);
+  }
+}
+
+// Packs P to 16 bits.
+FUNC void pack_probabilities(ProbabilityFragments& frag_p, const ScoreTile& p) {
+#pragma unroll
+  for (int step = 0; step < kStepsPV; step++)
+#pragma unroll
+    for (int i = 0; i < 4; i++) frag_p[step][i] = pack2<Element>(p[8 * step + 2 * i], p[8 * step + 2 * i + 1]);
+}
+
+// Puts P into this warpgroup's tile, from where wgmma reads it once the warpgroup has met.
+FUNC void store_probabilities(u32 tile_p, const ProbabilityFragments& frag_p) {
+  const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane % 16;
+#pragma unroll
+  for (int step = 0; step < kStepsPV; step++)
+    stmatrix_x4(tile_p + step / 4 * kQueryPanelBytes + swizzled(row, step % 4 * 2 + lane / 16), frag_p[step][0],
+                frag_p[step][1], frag_p[step][2], frag_p[step][3]);
+  fence_proxy_async();
+}

@@ -1,0 +1,33 @@
+// ---- Mask: which keys a row sees, which key tiles need one
+//
+// Query i sees key j iff j < seqlen_k and, with causal attention, j <= i + diagonal, diagonal = seqlen_k - seqlen_q:
+// the last query sees the last key (aligned bottom-right).
+
+// Key tiles that some row of a query tile sees.
+FUNC int visible_tiles(int row_0, int seqlen_k, int diagonal) {
+  int end = seqlen_k;
+  if constexpr (kCausal) end = min_i32(end, max_i32(row_0 + kBlockM + diagonal, 0));
+  return (end + kBlockN - 1) / kBlockN;
+}
+
+// How many of them, from the left, need no mask: every row from `row` on sees them whole.
+FUNC int whole_tiles(int row, int seqlen_k, int diagonal) {
+  int end = seqlen_k;
+  if constexpr (kCausal) end = min_i32(end, max_i32(row + 1 + diagonal, 0));
+  return end / kBlockN;
+}
+
+// Sets the scores of invisible keys to -inf. `row` is this thread's first row, `column` the tile's first key.
+FUNC void mask_scores(ScoreTile& acc_s, int row, int column, int seqlen_k, int diagonal) {
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    int end = seqlen_k;
+    if constexpr (kCausal) end = min_i32(end, row + r * 8 + diagonal + 1);
+    end -= column + threadIdx.x % 4 * 2;
+#pragma unroll
+    for (int n = 0; n < kBlockN / 8; n++)
+#pragma unroll
+      for (int e = 0; e < 2; e++)
+        if (n * 8 + e >= end) acc_s[4 * n + 2 * r + e] = neg_inf();
+  }
+}

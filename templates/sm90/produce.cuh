@@ -1,0 +1,64 @@
+// ---- The producer: one thread that puts tiles of Q, K and V on their way
+
+struct Producer {
+  RingPosition q, k, v;
+  RingPosition tile;
+};
+
+FUNC void load_query_tile(Producer& producer, const WorkTile& work, const FwdParams& p) {
+  wait_empty<kQueryStages>(kBarriersQ, producer.q);
+  const u32 full = full_barrier<kQueryStages>(kBarriersQ, producer.q.stage);
+  mbarrier_arrive_expect_tx(full, kQueryTileBytes);
+  const u32 tile = smem_base() + kSmemQ + producer.q.stage * kQueryTileBytes;
+#pragma unroll
+  for (int group = 0; group < kWarpgroups; group++)
+#pragma unroll
+    for (int panel = 0; panel < kPanels; panel++)
+      tma_load(tile + group * kGroupBytes + panel * kQueryPanelBytes, p.q_map, full, panel * 64,
+               work.m_block * kBlockM + group * kGroupRows, work.head, work.batch);
+  advance<kQueryStages>(producer.q);
+}
+
+// Key tile j of K or of V into the next stage of its ring.
+FUNC void load_key_tile(RingPosition& at, u32 barriers, u32 tiles, const TensorMap& map, int j, const WorkTile& work) {
+  wait_empty<kNumStages>(barriers, at);
+  const u32 full = full_barrier<kNumStages>(barriers, at.stage);
+  mbarrier_arrive_expect_tx(full, kKeyTileBytes);
+  const u32 tile = smem_base() + tiles + at.stage * kKeyTileBytes;
+#pragma unroll
+  for (int panel = 0; panel < kPanels; panel++)
+    tma_load(tile + panel * kKeyPanelBytes, map, full, panel * 64, j * kBlockN, work.head / kGqaRatio, work.batch);
+  advance<kNumStages>(at);
+}
+
+// All loads of a query tile, in the order in which the consumers wait for them: V one key tile behind K. Between the
+// first ones and the rest, which wait for stages, is time to learn of the next tile.
+FUNC int load_tiles(Producer& producer, int tile, const FwdParams& p) {
+  const WorkTile work = work_tile(tile, p);
+  const int visible = visible_tiles(work.m_block * kBlockM, p.seqlen_k, p.seqlen_k - p.seqlen_q);
+  if (visible > 0) load_key_tile(producer.k, kBarriersK, kSmemK, p.k_map, visible - 1, work);
+  load_query_tile(producer, work, p);
+  const int next = next_tile(tile, p);
+  if constexpr (kDynamic) hand_over_tile(producer.tile, next);
+#pragma unroll 1
+  for (int j = visible - 1; j >= 0; j--) {
+    trace("key tile", j);
+    if (j > 0) load_key_tile(producer.k, kBarriersK, kSmemK, p.k_map, j - 1, work);
+    load_key_tile(producer.v, kBarriersV, kSmemV, p.v_map, j, work);
+  }
+  return next;
+}
+
+FUNC void produce(const FwdParams& p) {
+  tma_prefetch_map(p.q_map);
+  tma_prefetch_map(p.k_map);
+  tma_prefetch_map(p.v_map);
+  if constexpr (kDynamic) {
+    if (blockIdx.x == 0) open_tickets(p.tickets);
+  }
+  Producer producer;
+  producer.q = producer.k = producer.v = {0, 0};
+  if constexpr (kDynamic) producer.tile = {0, 0};
+#pragma unroll 1
+  for (int tile = blockIdx.x; tile < p.num_tiles;) tile = load_tiles(producer, tile, p);
+}

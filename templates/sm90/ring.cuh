@@ -1,0 +1,62 @@
+// ---- Rings of tiles in shared memory: who may read a stage, and who may refill it
+//
+// Each stage has a "full" mbarrier, on which TMA arrives with the tile's bytes, and an "empty" one, on which one thread
+// of each warpgroup arrives when its warpgroup is done with the tile. The n-th use of a stage waits for the n-th phase.
+
+// Where a ring stands: a stage, and the parity of the phase of its current use.
+struct RingPosition {
+  int stage;
+  u32 phase;
+};
+
+template <int kStages>
+FUNC void advance(RingPosition& at) {
+  at.stage++;
+  if (at.stage < kStages) return;
+  at.stage = 0;
+  at.phase ^= 1;
+}
+
+// Addresses of mbarriers: for each ring the full ones of all stages, then the empty ones.
+constexpr u32 kBarriersQ = kSmemBarriers, kBarriersK = kBarriersQ + 16 * kQueryStages;
+constexpr u32 kBarriersV = kBarriersK + 16 * kNumStages, kBarriersTile = kBarriersV + 16 * kNumStages;
+constexpr int kTileSlots = 2;  // tile numbers on their way from the producer to the consumers
+constexpr u32 kTileNumbers = kBarriersTile + 16 * kTileSlots;
+
+template <int kStages>
+FUNC u32 full_barrier(u32 barriers, int stage) {
+  return smem_base() + barriers + 8 * stage;
+}
+template <int kStages>
+FUNC u32 empty_barrier(u32 barriers, int stage) {
+  return smem_base() + barriers + 8 * (kStages + stage);
+}
+
+template <int kStages>
+FUNC void init_ring(u32 barriers, int consumers) {
+#pragma unroll
+  for (int stage = 0; stage < kStages; stage++) {
+    mbarrier_init(full_barrier<kStages>(barriers, stage), 1);
+    mbarrier_init(empty_barrier<kStages>(barriers, stage), consumers);
+  }
+}
+
+template <int kStages>
+FUNC void wait_full(u32 barriers, RingPosition at) {
+  mbarrier_try_wait(full_barrier<kStages>(barriers, at.stage), at.phase);
+}
+// A fresh stage is empty: the phase before the first counts as complete.
+template <int kStages>
+FUNC void wait_empty(u32 barriers, RingPosition at) {
+  mbarrier_try_wait(empty_barrier<kStages>(barriers, at.stage), at.phase ^ 1);
+}
+
+// One thread speaks for its warpgroup: a wgmma is one operation of all four warps, so where it has waited for it, all
+// of them have read.
+FUNC bool is_group_leader() { return threadIdx.x % 128 == 0; }
+
+// This warpgroup is done with a stage.
+template <int kStages>
+FUNC void release(u32 barriers, RingPosition at) {
+  if (is_group_leader()) mbarrier_arrive(empty_barrier<kStages>(barriers, at.stage));
+}

@@ -1,0 +1,70 @@
+// ---- Online softmax of one key tile
+//
+// Exponents are in base 2: with c = softmax_scale * log2(e), p = 2^(s c - m c) is one FFMA and one ex2. A row lives in
+// the four lanes of a quad; its sum stays per lane until the epilogue.
+
+// Beyond |m c| = 2^11 the FFMA's rounding of m c would show (2^-13 of p; at 10^11 it is thousands and p overflows), so
+// such rows take (s - m) c, whose error is relative to the difference. Logits of real models stay below 100.
+constexpr float kLargeReference = 2048.f;
+
+constexpr float kLn2 = 0.69314718f;
+
+// A thread keeps two rows: warp % 4 * 16 + r * 8 + lane / 4 of its warpgroup's.
+struct SoftmaxState {
+  float row_max[2];  // m, in raw scores; -inf until a key was seen
+  float row_sum[2];  // l: this lane's part of sum 2^(s c - m c)
+};
+
+FUNC float quad_max(float v) {
+  v = max_f32(v, shfl_xor(v, 1));
+  return max_f32(v, shfl_xor(v, 2));
+}
+
+FUNC float quad_sum(float v) {
+  v += shfl_xor(v, 1);
+  return v + shfl_xor(v, 2);
+}
+
+FUNC void clear_softmax(SoftmaxState& softmax) {
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    softmax.row_max[r] = neg_inf();
+    softmax.row_sum[r] = 0.f;
+  }
+}
+
+// m' = max(m, rowmax S), alpha = 2^((m - m') c), l = alpha l + rowsum P; acc_s becomes P. O = alpha O is left to do.
+FUNC void online_softmax(ScoreTile& acc_s, SoftmaxState& softmax, float (&alpha)[2], float scale_log2) {
+  float reference[2];
+  bool large = false;
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    float step_max = max_f32(acc_s[2 * r], acc_s[2 * r + 1]);
+#pragma unroll
+    for (int n = 1; n < kBlockN / 8; n++)
+      step_max = max_f32(step_max, max_f32(acc_s[4 * n + 2 * r], acc_s[4 * n + 2 * r + 1]));
+    const float old_max = softmax.row_max[r];
+    const float new_max = max_f32(old_max, quad_max(step_max));
+    // A row that has seen no key yet: any finite reference gives 2^-inf = 0 where -inf - -inf would give NaN.
+    reference[r] = new_max == neg_inf() ? 0.f : new_max;
+    alpha[r] = ex2((old_max - reference[r]) * scale_log2);
+    softmax.row_max[r] = new_max;
+    softmax.row_sum[r] *= alpha[r];
+    large = large || abs_f32(reference[r] * scale_log2) > kLargeReference;
+  }
+  if (any_lane(large)) {
+#pragma unroll
+    for (int i = 0; i < kBlockN / 2; i++) acc_s[i] = ex2((acc_s[i] - reference[i / 2 % 2]) * scale_log2);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kBlockN / 2; i++)
+      acc_s[i] = ex2(fma_f32(acc_s[i], scale_log2, -(reference[i / 2 % 2] * scale_log2)));
+  }
+#pragma unroll
+  for (int i = 0; i < kBlockN / 2; i++) softmax.row_sum[i / 2 % 2] += acc_s[i];
+}
+
+FUNC void rescale_output(OutputTile& acc_o, const float (&alpha)[2]) {
+#pragma unroll
+  for (int i = 0; i < kColumnsO / 2; i++) acc_o[i] *= alpha[i / 2 % 2];
+}
