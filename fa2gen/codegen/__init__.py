@@ -1,8 +1,9 @@
 """Rendering: a spec and a config become one kernel source (layer 3)."""
 
+from .head import grid_rule
 from .manifest import kernels_of, manifest, renderer_hash, template_hash
 from .params import Field, ParamStruct
-from .render import KernelSource, entry_name, grid_rule, render_kernel, render_kernels
+from .render import KernelSource, entry_name, render_kernel, render_kernels
 from .structs import (
     BWD_PARAMS,
     BWD_POSTPROCESS_PARAMS,

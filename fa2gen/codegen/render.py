@@ -7,9 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jinja2
-
-from ..constraints import infeasible_reason, smem_plan
+from ..constraints import smem_plan
 from ..constraints import smem_bytes as main_smem_bytes
 from ..constraints_backward import (
     POSTPROCESS_ROWS,
@@ -20,12 +18,12 @@ from ..constraints_backward import (
     postprocess_smem_bytes,
 )
 from ..constraints_backward import smem_plan as bwd_smem_plan
-from ..data import data_dir
 from ..errors import ArgumentError
 from ..constraints_sm90 import output_columns, register_split
 from ..constraints_sm90 import smem_plan as sm90_smem_plan
-from ..hardware import arch_limits, supported_compute_capabilities
 from ..spec import BwdConfig, Config, FwdSm90Config, KernelSpec
+from .files import environment, file_text
+from .head import head_comment
 from .lexer import TemplateError
 from .manifest import body_headers, body_template, kernels_of, platform_headers, type_headers
 from .prune import prune
@@ -72,22 +70,6 @@ class KernelSource:
     entry: str
     num_threads: int
     smem_bytes: int
-
-
-@functools.cache
-def _environment() -> jinja2.Environment:
-    return jinja2.Environment(
-        loader=jinja2.FileSystemLoader(data_dir("templates")),
-        undefined=jinja2.StrictUndefined,
-        keep_trailing_newline=True,
-        trim_blocks=True,
-        autoescape=False,
-    )
-
-
-@functools.cache
-def _file(name: str) -> str:
-    return (data_dir("templates") / name).read_text(encoding="utf-8")
 
 
 def _literal(value: Any) -> str:
@@ -145,10 +127,6 @@ def _sm90_constants(spec: KernelSpec, config: FwdSm90Config) -> dict[str, Any]:
     }
 
 
-def _assignments(form: dict[str, Any]) -> str:
-    return " ".join(f"{name}={value}" for name, value in form.items())
-
-
 def entry_name(spec: KernelSpec, config: Config, kernel: str | None = None) -> str:
     """C name of a kernel, readable in a profiler: ``fa2gen_fwd_d128_..._sm80_...``.
 
@@ -169,13 +147,13 @@ def full_parts(spec: KernelSpec, config: Config, kernel: str | None = None) -> l
     """
     kernel = kernel or spec.kind
     constants = _constants(spec, config, kernel)
-    text = _environment().get_template(body_template(kernel, config.family)).render(constants)
+    text = environment().get_template(body_template(kernel, config.family)).render(constants)
     parts = [
-        _environment().get_template(name).render(constants) if name.endswith(".j2") else _file(name)
+        environment().get_template(name).render(constants) if name.endswith(".j2") else file_text(name)
         for name in platform_headers(spec.kind, config.family)
     ]
     params = param_struct(kernel, config.family)
-    for subject in (params.declaration(), *map(_file, body_headers(kernel, config.family))):
+    for subject in (params.declaration(), *map(file_text, body_headers(kernel, config.family))):
         before, found, text = text.partition(subject)
         if not found:
             raise TemplateError(f"the kernel's template changes what it includes: {subject.splitlines()[0]}")
@@ -227,9 +205,9 @@ def render_kernel(spec: KernelSpec, config: Config, platform: str = "cuda", kern
     parts = prune(full_parts(spec, config, kernel), fixed=len(headers))
     body = _named(rejoin(join_parts(parts[len(headers) :])), entry)
     if platform == "cuda":
-        text = join_parts((head_comment(spec, config, kernel), *parts[: len(headers)], body))
+        text = join_parts((head_comment(spec, config, kernel, entry, launch_size(spec, config, kernel)), *parts[: len(headers)], body))
     else:
-        types = map(_file, type_headers(config.family))
+        types = map(file_text, type_headers(config.family))
         text = join_parts((HOST_KEYWORDS, *types, _HOST_INCLUDES[config.family], body))
     num_threads, smem_bytes = launch_size(spec, config, kernel)
     return KernelSource(spec, config, kernel, platform, text, body, entry, num_threads, smem_bytes)
@@ -238,92 +216,3 @@ def render_kernel(spec: KernelSpec, config: Config, platform: str = "cuda", kern
 def render_kernels(spec: KernelSpec, config: Config, platform: str = "cuda") -> tuple[KernelSource, ...]:
     """All kernels of a spec, in the order in which they run; see :func:`render_kernel`."""
     return tuple(render_kernel(spec, config, platform, kernel) for kernel in kernels_of(spec.kind))
-
-
-def grid_rule(spec: KernelSpec, config: Config, kernel: str | None = None) -> str:
-    """The number of thread blocks of a launch as a formula, as C and Python read it but for ``ceil`` and ``/``."""
-    if isinstance(config, BwdConfig):
-        return _backward_grid_rule(spec, config, kernel or spec.kind)
-    if not config.pack_gqa:
-        return f"batch * num_heads * ceil(seqlen_q / {config.block_m})"
-    ratio = spec.gqa_ratio
-    return f"batch * (num_heads / {ratio}) * ceil(seqlen_q * {ratio} / {config.block_m})"
-
-
-def _backward_grid_rule(spec: KernelSpec, config: BwdConfig, kernel: str) -> str:
-    rows = f"ceil(seqlen_q / {config.block_m}) * {config.block_m}"
-    if kernel == "bwd_preprocess":
-        return f"batch * num_heads * ceil({rows} / {PREPROCESS_ROWS})"
-    if kernel == "bwd_postprocess":
-        rule = f"batch * num_heads * ceil({rows} / {POSTPROCESS_ROWS})"
-        keys = f"ceil(seqlen_k / {config.block_n}) * {config.block_n}"
-        return rule + (f" + 2 * batch * num_heads_k * ceil({keys} / {POSTPROCESS_ROWS})" if config.split_heads else "")
-    heads = "num_heads" if config.split_heads or spec.gqa_ratio == 1 else f"(num_heads / {spec.gqa_ratio})"
-    return f"batch * {heads} * ceil(seqlen_k / {config.block_n})"
-
-
-def head_comment(spec: KernelSpec, config: Config, kernel: str | None = None) -> str:
-    """The comment that opens an emitted file."""
-    if isinstance(config, BwdConfig):
-        return _backward_head_comment(spec, config, kernel or spec.kind)
-    smem = smem_plan(spec, config)
-    chips = map(arch_limits, supported_compute_capabilities())
-    fits = [chip.target for chip in chips if smem.total <= chip.max_smem_per_block]
-    params = param_struct(spec.kind, config.family)
-    # About 32, as far as whole groups allow.
-    heads = spec.gqa_ratio * max(1, 32 // spec.gqa_ratio)
-    packed = spec.gqa_ratio if config.pack_gqa else 1
-    grid_heads, grid_rows = 2 * heads // packed, 4000 * packed
-    m_blocks = -(-grid_rows // config.block_m)
-    sizes = f"2 * {heads // packed} * ceil({grid_rows} / {config.block_m})"
-    return (
-        _environment()
-        .get_template("kernels/head.j2")
-        .render(
-            entry=entry_name(spec, config),
-            spec=spec,
-            config=config,
-            smem=smem,
-            tile_bytes=config.block_n * spec.native_head_dim * 2,
-            params=params,
-            fits=fits,
-            grid=grid_rule(spec, config),
-            example_heads=heads,
-            example_grid=f"{sizes} = {grid_heads} * {m_blocks} = {grid_heads * m_blocks}",
-            example_blocks=grid_heads * m_blocks,
-            spec_text=_assignments(spec.canonical()),
-            config_text=_assignments(config.canonical()),
-        )
-    )
-
-
-# In terms of parameters, for these kernels are the same for configs of any tile sizes.
-_HEAD_GRIDS = {
-    ("bwd_preprocess", False): "batch * num_heads * num_row_blocks",
-    ("bwd_preprocess", True): "batch * num_heads * num_row_blocks",
-    ("bwd_postprocess", False): "num_dq_blocks",
-    ("bwd_postprocess", True): "num_dq_blocks + 2 * num_dk_blocks",
-}
-
-
-def _backward_head_comment(spec: KernelSpec, config: BwdConfig, kernel: str) -> str:
-    num_threads, smem_bytes = launch_size(spec, config, kernel)
-    chips = map(arch_limits, supported_compute_capabilities())
-    return (
-        _environment()
-        .get_template("kernels/head_bwd.j2")
-        .render(
-            kernel=kernel,
-            entry=entry_name(spec, config, kernel),
-            spec=spec,
-            config=config,
-            smem=bwd_smem_plan(spec, config),
-            num_threads=num_threads,
-            smem_bytes=smem_bytes,
-            params=param_struct(kernel, config.family),
-            fits=[chip.target for chip in chips if infeasible_reason(spec, config, chip) is None],
-            grid=_HEAD_GRIDS[kernel, config.split_heads] if kernel != "bwd" else grid_rule(spec, config, kernel),
-            spec_text=_assignments(spec.canonical()),
-            config_text=_assignments(config.canonical()),
-        )
-    )
