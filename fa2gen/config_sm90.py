@@ -46,7 +46,17 @@ class FwdSm90Config(Canonical):
     scheduler: str = "static"
     epilogue: str = "tma"
 
-    _always = ("family", "block_m", "block_n", "num_stages", "q_stages", "overlap", "ping_pong", "scheduler", "epilogue")
+    _always = (
+        "family",
+        "block_m",
+        "block_n",
+        "num_stages",
+        "q_stages",
+        "overlap",
+        "ping_pong",
+        "scheduler",
+        "epilogue",
+    )
 
     def __post_init__(self) -> None:
         require_one_of("family", self.family, ("sm90",))
@@ -66,6 +76,32 @@ class FwdSm90Config(Canonical):
     def num_threads(self) -> int:
         """The consumers' and the producer's warpgroup."""
         return 128 * (self.warpgroups + 1)
+
+    # What is asked of every forward's config.
+
+    @property
+    def num_warps(self) -> int:
+        return self.num_threads // 32
+
+    @property
+    def min_blocks(self) -> int:
+        """Blocks of an SM that must fit: one fills it."""
+        return 1
+
+    @property
+    def step_n(self) -> int:
+        """Keys of a softmax step: those of a tile."""
+        return self.block_n
+
+    @property
+    def softmax(self) -> str:
+        """With the running maximum of every step."""
+        return "online"
+
+    @property
+    def pack_gqa(self) -> bool:
+        """Query tiles hold rows of one head."""
+        return False
 
     @classmethod
     def from_slug(cls, slug: str) -> FwdSm90Config:

@@ -132,6 +132,7 @@ def _shape_reason(spec: KernelSpec, config: Config, arch: ArchLimits) -> str | N
         return reason
     if isinstance(config, BwdConfig):
         return backward.shape_reason(spec, config, arch)
+    assert isinstance(config, FwdConfig)
     pass_rows = rows_per_pass(spec, config)
     if config.block_n % pass_rows:
         return f"block_n {config.block_n} is not whole copy passes of {pass_rows} rows"

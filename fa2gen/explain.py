@@ -25,7 +25,7 @@ from .roofline import (
     standard_traffic,
     uncached_traffic,
 )
-from .spec import CONFIGS, BwdConfig, Config, KernelSpec
+from .spec import BwdConfig, Config, FwdConfig, KernelSpec, config_from_slug
 from .tables import Match, TunedEntry, lookup
 from .tables.merge import is_current
 from .tables.store import cached_table, search_dirs, table_path
@@ -262,7 +262,7 @@ def _select(spec: KernelSpec, problem: Problem, gpu: Gpu, config: Config | str) 
     elif config == "default":
         chosen, origin, why = default_config(spec), "default", "asked for; legal for every kernel on every GPU"
     else:
-        chosen = CONFIGS[spec.kind].from_slug(config) if isinstance(config, str) else config
+        chosen = config_from_slug(spec.kind, config) if isinstance(config, str) else config
         origin, why = "given", "asked for"
     illegal = infeasible_reason(spec, chosen, gpu.arch)
     excluded = illegal or exclusion_reason(spec, chosen, gpu.arch)
@@ -369,7 +369,8 @@ def _plan(spec: KernelSpec, config: Config, problem: Problem, gpu: Gpu) -> Launc
     scale = float(spec.head_dim**-0.5)
     if isinstance(config, BwdConfig):
         return bwd_plan(spec, config, problem, strides=strides, softmax_scale=scale, l2_bytes=gpu.l2_bytes)
-    return fwd_plan(spec, config, problem, strides=strides, softmax_scale=scale, l2_bytes=gpu.l2_bytes)
+    sizes = {"l2_bytes": gpu.l2_bytes, "num_sms": gpu.num_sms}
+    return fwd_plan(spec, config, problem, strides=strides, softmax_scale=scale, **sizes)
 
 
 def _measured(spec: KernelSpec, problem: Problem, gpu: Gpu, config: Config, facts: Facts) -> tuple[MeasuredTime, ...]:

@@ -32,7 +32,7 @@ from dataclasses import dataclass
 
 from .hardware import Gpu
 from .problem import Problem
-from .spec import BwdConfig, Config, FwdConfig, KernelSpec
+from .spec import BwdConfig, Config, ForwardConfig, KernelSpec
 
 BYTES_PER_ELEMENT = 2
 _BYTES_PER_LSE = 4
@@ -165,7 +165,7 @@ def _dkv_sum_bytes(spec: KernelSpec, problem: Problem) -> int:
 
 def _rows_read(spec: KernelSpec, config: Config, problem: Problem) -> int:
     """Rows of Q, of all heads, in tiles that see a key: the others are never loaded."""
-    packed = packed_heads(spec, config) if isinstance(config, FwdConfig) else 1
+    packed = 1 if isinstance(config, BwdConfig) else packed_heads(spec, config)
     rows, first = problem.seqlen_q * packed, 0  # the first row that sees a key
     if spec.causal or problem.seqlen_k == 0:
         first = max(0, (problem.seqlen_q - problem.seqlen_k) * packed)
@@ -213,7 +213,7 @@ class TileWork:
     rows: int
 
 
-def packed_heads(spec: KernelSpec, config: FwdConfig) -> int:
+def packed_heads(spec: KernelSpec, config: ForwardConfig) -> int:
     """Query heads whose rows share query tiles: row r of a head or group is query ``r // packed_heads``."""
     return spec.gqa_ratio if config.pack_gqa else 1
 

@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from .config_sm90 import FwdSm90Config
+from .config_sm90 import FwdSm90Config as FwdSm90Config
 from .errors import ArgumentError, UnsupportedError
 from .identity import Canonical, require_bool, require_int, require_one_of
 
@@ -24,6 +24,7 @@ PIPELINES = ("barrier", "ring")
 REDUCTIONS = ("scalar", "vector")
 # Far beyond any model's; what checks a kernel needs memory for that many heads.
 MAX_GQA_RATIO = 1024
+
 
 @dataclass(frozen=True)
 class KernelSpec(Canonical):

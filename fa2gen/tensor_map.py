@@ -47,9 +47,7 @@ class TensorMap:
 
     def emulated(self) -> bytes:
         """The map as the emulator's copies read it, without the address, which is its first 8 bytes."""
-        packed = struct.pack(
-            f"<4Q{2 * _RANK + 1}I", 0, *self.strides, *self.sizes, *self.box, self.swizzle_bytes
-        )
+        packed = struct.pack(f"<4Q{2 * _RANK + 1}I", 0, *self.strides, *self.sizes, *self.box, self.swizzle_bytes)
         return packed.ljust(BYTES, b"\0")
 
 
@@ -94,4 +92,6 @@ def tensor_map(
     by_batch, by_row, by_head = (
         stride * _ELEMENT_BYTES if size > 1 else 16 for stride, size in zip(strides, sizes[:3], strict=True)
     )
-    return TensorMap(tensor, (columns, rows, heads, batch), (by_row, by_head, by_batch), (PANEL_COLUMNS, box_rows, 1, 1))
+    return TensorMap(
+        tensor, (columns, rows, heads, batch), (by_row, by_head, by_batch), (PANEL_COLUMNS, box_rows, 1, 1)
+    )

@@ -11,7 +11,7 @@ from fa2gen.compile import CompiledKernel, ResourceUsage
 from fa2gen.driver import DeviceInfo
 from fa2gen.errors import CompileError, GateError
 from fa2gen.problem import Problem
-from fa2gen.spec import CONFIGS, Config, KernelSpec
+from fa2gen.spec import Config, KernelSpec, config_class
 from fa2gen.tables import Measurement, Provenance, Table, TunedEntry
 from fa2gen.tuning.report import TuneRequest
 from fa2gen.tuning.timing import Timing
@@ -37,7 +37,7 @@ def entry(
     return TunedEntry(
         spec=spec,
         bucket=problem.bucket(sms),
-        config=CONFIGS[spec.kind](**config),
+        config=config_class(spec.kind, config.get("family", "sm80"))(**config),
         measurement=Measurement(kind, ms, ms, ms, 9 if measured else 0, "test", problem),
         provenance=Provenance(
             template_hash=template,

@@ -18,7 +18,7 @@ from fa2gen.problem import Problem
 from fa2gen.runtime import Description, attention, describe, warmup, warmup_specs
 from fa2gen.runtime.plan import build_plan, device_gpu, require_feasible
 from fa2gen.runtime.request import read_request
-from fa2gen.spec import CONFIGS, BwdConfig, Config, FwdConfig, KernelSpec
+from fa2gen.spec import FAMILIES, BwdConfig, Config, FwdConfig, KernelSpec
 
 from .cells import Cell
 from .peers import Call, Implementation, Peer
@@ -31,7 +31,7 @@ def forced_config(choice: Choice, spec: KernelSpec) -> Config | None:
     """The config to force for a spec; None where the tables choose, as for the kind that a config is not of."""
     if isinstance(choice, str):
         return default_config(spec) if choice == "default" else None
-    return choice if isinstance(choice, CONFIGS[spec.kind]) else None
+    return choice if type(choice) in FAMILIES[spec.kind].values() else None
 
 
 def require_config(choice: Choice, specs: Sequence[KernelSpec]) -> None:

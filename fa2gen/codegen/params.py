@@ -11,7 +11,7 @@ from .. import tensor_map
 # C type -> struct code. All fields are naturally aligned, as in C++.
 _TYPES = {"TensorMap": f"{tensor_map.BYTES}s", "pointer": "Q", "i64": "q", "int": "i", "float": "f"}
 # Of fields that need not be given.
-_DEFAULTS = {"TensorMap": b"", "pointer": 0}
+_DEFAULTS: dict[str, int | bytes] = {"TensorMap": b"", "pointer": 0}
 
 
 @dataclass(frozen=True)

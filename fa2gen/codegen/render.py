@@ -114,7 +114,10 @@ def _constants(spec: KernelSpec, config: Config, kernel: str) -> dict[str, Any]:
 
 
 def _sm90_constants(spec: KernelSpec, config: FwdSm90Config) -> dict[str, Any]:
-    products = {("ss", config.block_n, False), ("ss" if config.p_in_smem else "rs", output_columns(spec.head_dim), True)}
+    products = {
+        ("ss", config.block_n, False),
+        ("ss" if config.p_in_smem else "rs", output_columns(spec.head_dim), True),
+    }
     return {
         "warpgroups": config.warpgroups,
         "dynamic": _literal(config.scheduler == "dynamic"),
@@ -205,7 +208,9 @@ def render_kernel(spec: KernelSpec, config: Config, platform: str = "cuda", kern
     parts = prune(full_parts(spec, config, kernel), fixed=len(headers))
     body = _named(rejoin(join_parts(parts[len(headers) :])), entry)
     if platform == "cuda":
-        text = join_parts((head_comment(spec, config, kernel, entry, launch_size(spec, config, kernel)), *parts[: len(headers)], body))
+        text = join_parts(
+            (head_comment(spec, config, kernel, entry, launch_size(spec, config, kernel)), *parts[: len(headers)], body)
+        )
     else:
         types = map(file_text, type_headers(config.family))
         text = join_parts((HOST_KEYWORDS, *types, _HOST_INCLUDES[config.family], body))

@@ -165,13 +165,17 @@ FWD_SM90_PARAMS = ParamStruct(
     "FwdParams",
     "// ---- Parameters, passed by value",
     (
-        Field("TensorMap", "q_map", "axes (head_dim, seqlen_q, num_heads, batch), box 64 x 64", ("How TMA sees tensors.",)),
+        Field(
+            "TensorMap", "q_map", "axes (head_dim, seqlen_q, num_heads, batch), box 64 x 64", ("How TMA sees tensors.",)
+        ),
         Field("TensorMap", "k_map", "(head_dim, seqlen_k, num_heads / gqa_ratio, batch), box 64 x block_n"),
         Field("TensorMap", "v_map", "likewise"),
         Field("TensorMap", "o_map", "(head_dim, seqlen_q, num_heads, batch), box 64 x 64; read where O leaves by TMA"),
         Field("gptr<Element>", "o", f"{_QUERY_TENSOR}; read where O leaves from registers", _ADDRESSES),
         Field("gptr<float>", "softmax_lse", "(batch, num_heads, seqlen_q), contiguous, natural logarithm; may be null"),
-        Field("gptr<u64>", "tickets", "one word, of any value, that no other launch uses meanwhile; where tiles are drawn"),
+        Field(
+            "gptr<u64>", "tickets", "one word, of any value, that no other launch uses meanwhile; where tiles are drawn"
+        ),
         *_strides("o", ("A row is one query.",)),
         Field("int", "batch", "at least 1", _HEADS),
         Field("int", "num_heads", "query heads, at least 1"),
@@ -197,4 +201,3 @@ PARAMS = {
 def param_struct(kernel: str, family: str) -> ParamStruct:
     """Parameter struct of a kernel (see ``manifest.kernels_of``) of a family."""
     return FWD_SM90_PARAMS if (kernel, family) == ("fwd", "sm90") else PARAMS[kernel]
-

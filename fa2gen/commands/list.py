@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..hardware import Gpu, get_gpu, list_gpus
-from ..spec import ALIGNMENTS, CONFIGS, DTYPES, KINDS, MAX_GQA_RATIO, NATIVE_HEAD_DIMS, SOFTMAXES, KernelSpec
+from ..spec import ALIGNMENTS, DTYPES, FAMILIES, KINDS, MAX_GQA_RATIO, NATIVE_HEAD_DIMS, SOFTMAXES, KernelSpec
 from .options import gpu_option, json_option
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ def kernels(kind: str | None, gpu_name: str | None, as_json: bool) -> None:
     """
     gpu = get_gpu(gpu_name) if gpu_name is not None else None
     kinds = KINDS if kind is None else (kind,)
-    rows = [_kernel_row(each, CONFIGS[each].family, gpu) for each in kinds]
+    rows = [_kernel_row(each, family, gpu) for each in kinds for family in FAMILIES[each]]
     if as_json:
         click.echo(json.dumps(rows, indent=2))
         return

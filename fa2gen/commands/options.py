@@ -12,7 +12,18 @@ import click
 from ..errors import ArgumentError
 from ..hardware import Gpu, get_gpu, list_gpus, match_device
 from ..problem import MAX_SEQLEN
-from ..spec import CONFIGS, DTYPES, KINDS, NATIVE_HEAD_DIMS, BwdConfig, Config, FwdConfig, KernelSpec
+from ..spec import (
+    DTYPES,
+    FAMILIES,
+    KINDS,
+    NATIVE_HEAD_DIMS,
+    BwdConfig,
+    Config,
+    FwdConfig,
+    KernelSpec,
+    config_from_canonical,
+    config_from_slug,
+)
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
@@ -182,19 +193,18 @@ def parse_config(text: str, kind: str = "fwd") -> Config | Literal["tuned", "def
         raise ArgumentError(
             f"--config must be tuned or default for --kind both, as no config serves both kinds; got {text!r}"
         )
-    config_class = CONFIGS[kind]
     if text.lstrip().startswith("{"):
         try:
             form = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise ArgumentError(f"--config is not JSON: {error}") from None
-        return config_class.from_canonical(form)
+        return config_from_canonical(kind, form)
     if "_" not in text:
+        names = " or ".join(each().slug() for each in FAMILIES[kind].values())
         raise ArgumentError(
-            f"--config must be tuned, default, a name such as {config_class().slug()}, or a JSON object of fields; "
-            f"got {text!r}"
+            f"--config must be tuned, default, a name such as {names}, or a JSON object of fields; got {text!r}"
         )
-    return config_class.from_slug(text)
+    return config_from_slug(kind, text)
 
 
 def given(name: str) -> bool:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fa2gen.reference import attention_forward
-from fa2gen.spec import BwdConfig, FwdConfig, KernelSpec
+from fa2gen.spec import BwdConfig, ForwardConfig, KernelSpec
 
 from .backward_cases import backward_cases, make_gradients
 from .backward_rule import check_backward
@@ -41,7 +41,7 @@ BackwardRunner = Callable[
 
 def run_gate(
     spec: KernelSpec,
-    config: FwdConfig,
+    config: ForwardConfig,
     runner: Runner,
     cases: Iterable[GateCase],
     *,
@@ -118,7 +118,7 @@ def _unless_changed(report: GateReport, inputs: Iterable[Tensor], originals: Ite
 
 def _worst(
     spec: KernelSpec,
-    config: FwdConfig | BwdConfig,
+    config: ForwardConfig | BwdConfig,
     cases: Iterable[GateCase],
     judge: Callable[[GateCase], GateReport],
     judged: str,

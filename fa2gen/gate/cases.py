@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fa2gen.errors import ArgumentError
 from fa2gen.problem import Problem
-from fa2gen.spec import FwdConfig, KernelSpec
+from fa2gen.spec import ForwardConfig, KernelSpec
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 LAYOUTS = ("contiguous", "padded", "heads_first")
@@ -120,7 +120,7 @@ class Cases:
         return tuple(self.items)
 
 
-def forward_cases(spec: KernelSpec, config: FwdConfig, *, budget: str) -> tuple[GateCase, ...]:
+def forward_cases(spec: KernelSpec, config: ForwardConfig, *, budget: str) -> tuple[GateCase, ...]:
     """The cases of a forward kernel.
 
     Args:
@@ -132,7 +132,7 @@ def forward_cases(spec: KernelSpec, config: FwdConfig, *, budget: str) -> tuple[
     return Cases(spec).collect(budget, config, _quick, _sizes, _adversaries)
 
 
-def _quick(cases: Cases, config: FwdConfig) -> None:
+def _quick(cases: Cases, config: ForwardConfig) -> None:
     block_m, block_n, step_n = config.block_m, config.block_n, config.step_n
     (huge, rounded_up), large_v, steep = _extremes(cases.spec)
     few = 2 if cases.spec.gqa_ratio <= 2 else 1
@@ -167,7 +167,7 @@ def _quick(cases: Cases, config: FwdConfig) -> None:
     cases.add(17, 4 * block_n, "cold_last", 86.0, block_n, softmax_scale=1e-3, v_scale=2.0**-30)
 
 
-def _sizes(cases: Cases, config: FwdConfig) -> None:
+def _sizes(cases: Cases, config: ForwardConfig) -> None:
     """Lengths at and beside tile edges, both ways round, and long enough for every stage of a ring of tiles."""
     block_m, block_n, step_n = config.block_m, config.block_n, config.step_n
     rows = sorted({1, 2, 16, 113, block_m - 1, block_m, block_m + 1})
@@ -184,7 +184,7 @@ def _sizes(cases: Cases, config: FwdConfig) -> None:
     cases.add(17, 33, batch=97, heads=3)
 
 
-def _adversaries(cases: Cases, config: FwdConfig) -> None:
+def _adversaries(cases: Cases, config: ForwardConfig) -> None:
     block_m, block_n, step_n = config.block_m, config.block_n, config.step_n
     (huge, rounded_up), large_v, steep = _extremes(cases.spec)
     rows, keys = 2 * block_m + 17, 8 * block_n + step_n + 1

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from fa2gen.spec import BwdConfig, FwdConfig
+from fa2gen.spec import BwdConfig, ForwardConfig
 
 from .autograd import record
 from .dispatch import first_call
@@ -28,7 +28,7 @@ def attention(
     return_lse: bool = False,
     deterministic: bool | None = None,
     backend: str = "auto",
-    config: FwdConfig | None = None,
+    config: ForwardConfig | None = None,
     backward_config: BwdConfig | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact softmax attention, ``softmax(softmax_scale q kT) v`` for every query head.

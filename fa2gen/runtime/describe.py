@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fa2gen.launch import bwd_plan, fwd_plan
 from fa2gen.problem import Problem
-from fa2gen.spec import BwdConfig, Config, FwdConfig, KernelSpec
+from fa2gen.spec import BwdConfig, Config, ForwardConfig, KernelSpec
 
 from .emulated import emulated_config
 from .plan import device_gpu, kernel_state, match_config
@@ -86,7 +86,7 @@ def describe(
     softmax_scale: float | None = None,
     deterministic: bool | None = None,
     backend: str = "auto",
-    config: FwdConfig | None = None,
+    config: ForwardConfig | None = None,
     backward_config: BwdConfig | None = None,
     backward: bool = False,
 ) -> Description:
@@ -146,7 +146,7 @@ def describe_request(request: Request, config: Config | None) -> Description:
 
 
 def _softmax(config: Config) -> str:
-    return config.softmax if isinstance(config, FwdConfig) else "none"
+    return config.softmax if isinstance(config, ForwardConfig) else "none"
 
 
 def _require_launchable(request: Request, config: Config) -> None:
@@ -156,7 +156,7 @@ def _require_launchable(request: Request, config: Config) -> None:
     if isinstance(config, BwdConfig):
         bwd_plan(spec, config, problem, strides=strides, softmax_scale=scale, l2_bytes=0)
     else:
-        fwd_plan(spec, config, problem, strides=strides, softmax_scale=scale, l2_bytes=0)
+        fwd_plan(spec, config, problem, strides=strides, softmax_scale=scale, l2_bytes=0, num_sms=1)
 
 
 def _copies(request: Request) -> tuple[str, ...]:

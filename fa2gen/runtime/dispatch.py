@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fa2gen.reference import attention_forward
-from fa2gen.spec import BwdConfig, FwdConfig
+from fa2gen.spec import BwdConfig, ForwardConfig
 
 from .autocast import autocast_inputs
 from .autograd import record
@@ -47,7 +47,7 @@ class Options(NamedTuple):
     return_lse: bool
     deterministic: bool | None
     backend: str
-    config: FwdConfig | None
+    config: ForwardConfig | None
     backward_config: BwdConfig | None
 
     def differentiable(self) -> tuple[Differentiable, Differentiable]:
@@ -144,7 +144,7 @@ def _serve(request: Request, options: Options, q: Tensor, k: Tensor, v: Tensor, 
 
 
 def _plan(request: Request, options: Options) -> ForwardPlan:
-    config = cast(FwdConfig, match_config(request, request.device.index, options.config).config)
+    config = cast(ForwardConfig, match_config(request, request.device.index, options.config).config)
     run, run_with_lse, record = build_plans(request, config)
     return ForwardPlan(run_with_lse if options.return_lse else run, record, options.differentiable())
 

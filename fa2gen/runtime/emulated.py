@@ -9,7 +9,7 @@ from torch import Tensor
 from fa2gen.constraints import default_config, infeasible_reason
 from fa2gen.errors import InfeasibleError
 from fa2gen.hardware import arch_limits
-from fa2gen.spec import BwdConfig, Config, FwdConfig
+from fa2gen.spec import BwdConfig, Config, ForwardConfig
 
 from .request import Request
 
@@ -32,12 +32,12 @@ def emulated_config(request: Request, config: Config | None) -> Config:
 
 
 def emulated_forward(
-    request: Request, config: FwdConfig | None, q: Tensor, k: Tensor, v: Tensor
+    request: Request, config: ForwardConfig | None, q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Output and LSE of a request that needs no copy."""
     from fa2gen.emulator.forward import run_forward
 
-    chosen = cast(FwdConfig, emulated_config(request, config))
+    chosen = cast(ForwardConfig, emulated_config(request, config))
     out, lse, _ = run_forward(request.spec, chosen, q, k, v, softmax_scale=request.softmax_scale)
     return out, lse
 

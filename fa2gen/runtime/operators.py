@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.flop_counter import register_flop_formula
 
 from fa2gen.errors import ArgumentError, UnsupportedError
-from fa2gen.spec import BwdConfig, FwdConfig
+from fa2gen.spec import BwdConfig, ForwardConfig
 
 from .autocast import autocast_inputs
 from .autograd import refuse_second_derivative
@@ -34,7 +34,7 @@ def traced_call(
     return_lse: bool,
     deterministic: bool | None,
     backend: str,
-    config: FwdConfig | None,
+    config: ForwardConfig | None,
     backward_config: BwdConfig | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The call as a node of a traced program; arguments are checked when the program runs."""

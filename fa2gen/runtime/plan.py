@@ -23,7 +23,7 @@ from fa2gen.errors import CompileError, InfeasibleError, LaunchError
 from fa2gen.hardware import Gpu, match_device
 from fa2gen.launch import POINTERS, fwd_plan
 from fa2gen.problem import Bucket
-from fa2gen.spec import BwdConfig, Config, FwdConfig, KernelSpec
+from fa2gen.spec import BwdConfig, Config, ForwardConfig, KernelSpec
 from fa2gen.tables import Match, lookup
 
 from .request import Request
@@ -269,7 +269,7 @@ def _require_no_capture(spec: KernelSpec) -> None:
     )
 
 
-def build_plan(request: Request, config: FwdConfig, *, return_lse: bool, repairs: Tensor | None = None) -> Plan:
+def build_plan(request: Request, config: ForwardConfig, *, return_lse: bool, repairs: Tensor | None = None) -> Plan:
     """A function that launches this request on tensors like the request's.
 
     Args:
@@ -281,7 +281,9 @@ def build_plan(request: Request, config: FwdConfig, *, return_lse: bool, repairs
     return build_plans(request, config, repairs)[return_lse]
 
 
-def build_plans(request: Request, config: FwdConfig, repairs: Tensor | None = None) -> tuple[Plan, Plan, RecordedPlan]:
+def build_plans(
+    request: Request, config: ForwardConfig, repairs: Tensor | None = None
+) -> tuple[Plan, Plan, RecordedPlan]:
     """:func:`build_plan` without and with the LSE, and what autograd records."""
     index, p, head_dim = request.device.index, request.problem, request.spec.head_dim
     out_strides = (p.seqlen_q * p.num_heads_q * head_dim, p.num_heads_q * head_dim, head_dim, 1)
@@ -293,6 +295,7 @@ def build_plans(request: Request, config: FwdConfig, repairs: Tensor | None = No
         strides={**request.strides, "o": out_strides[:3]},
         softmax_scale=request.softmax_scale,
         l2_bytes=device_gpu(index).l2_bytes,
+        num_sms=device_gpu(index).num_sms,
     ).launches
     # Locals of a closure: the warm path looks nothing up in objects or modules. The launch itself sees to threads that
     # have no context yet and to devices that are not the current one.

@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 
 from fa2gen.errors import ArgumentError, UnsupportedError
 from fa2gen.problem import Problem
-from fa2gen.spec import NATIVE_HEAD_DIMS, BwdConfig, FwdConfig, KernelSpec
+from fa2gen.spec import FAMILIES, NATIVE_HEAD_DIMS, BwdConfig, ForwardConfig, KernelSpec
 
 from .copies import copy_reasons, is_aligned, padded_head_dim, used_strides
 
@@ -201,13 +201,15 @@ def _backend(backend: str, device: torch.device) -> str:
     return backend
 
 
-def require_config(backend: str, config: FwdConfig | None, backward_config: BwdConfig | None = None) -> None:
+def require_config(backend: str, config: ForwardConfig | None, backward_config: BwdConfig | None = None) -> None:
     """Raise unless the configs are such that the backend has a use for, or None."""
-    for name, given, kind in (("config", config, FwdConfig), ("backward_config", backward_config, BwdConfig)):
+    for name, given, kind in (("config", config, "fwd"), ("backward_config", backward_config, "bwd")):
         if given is None:
             continue
-        if not isinstance(given, kind):
-            raise ArgumentError(f"{name} must be a fa2gen.{kind.__name__} or None, got {type(given).__name__}")
+        kinds = tuple(FAMILIES[kind].values())
+        if not isinstance(given, kinds):
+            names = ", a ".join(f"fa2gen.{each.__name__}" for each in kinds)
+            raise ArgumentError(f"{name} must be a {names} or None, got {type(given).__name__}")
         if backend == "reference":
             raise ArgumentError(f"{name} has no meaning for the reference backend; give backend='cuda' or 'emulator'")
 

@@ -15,7 +15,7 @@ from fa2gen.driver import unavailable_reason
 from fa2gen.errors import ArgumentError, CompileError, GateError, LaunchError
 from fa2gen.gate import BackwardRunner, Runner, backward_cases, forward_cases, run_backward_gate, run_gate
 from fa2gen.problem import Problem
-from fa2gen.spec import BwdConfig, Config, FwdConfig, KernelSpec
+from fa2gen.spec import BwdConfig, Config, ForwardConfig, KernelSpec
 
 from .attention import attention
 from .autocast import autocast_inputs
@@ -36,7 +36,7 @@ def warmup(
     softmax_scale: float | None = None,
     return_lse: bool = False,
     deterministic: bool | None = None,
-    config: FwdConfig | None = None,
+    config: ForwardConfig | None = None,
     backward_config: BwdConfig | None = None,
     gate: bool | None = None,
     backward: bool | None = None,
@@ -165,7 +165,7 @@ def gate_kernel(spec: KernelSpec, config: Config, device: torch.device) -> None:
     _gated.add(key)
 
 
-def gate_runner(spec: KernelSpec, config: FwdConfig, device: torch.device) -> Runner:
+def gate_runner(spec: KernelSpec, config: ForwardConfig, device: torch.device) -> Runner:
     """Runs exactly this spec and config, whichever the tensors would be given, into memory that held NaN."""
 
     def run(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor]:

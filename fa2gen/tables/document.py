@@ -14,7 +14,7 @@ from typing import Any
 
 from fa2gen.errors import ArgumentError, TableError
 from fa2gen.problem import Bucket, Problem
-from fa2gen.spec import CONFIGS, KINDS, KernelSpec
+from fa2gen.spec import KINDS, KernelSpec, config_from_canonical
 
 from .schema import Clocks, Incumbent, Measurement, Provenance, Regate, Table, TunedEntry
 
@@ -150,7 +150,7 @@ def _entry_from_json(row: Any, place: str) -> TunedEntry:
         return TunedEntry(
             spec=spec,
             bucket=Bucket(**bucket_form),
-            config=CONFIGS[spec.kind].from_canonical(_object(row["config"])),
+            config=config_from_canonical(spec.kind, _object(row["config"])),
             measurement=_measurement(row["measurement"], place),
             provenance=_provenance(row["provenance"], place, spec.kind),
         )
@@ -178,7 +178,7 @@ def _provenance(value: Any, place: str, kind: str) -> Provenance:
     form = _fields(value, names, f"{place}, provenance", optional={"model_version", "incumbent", "regate"})
     if "incumbent" in form:
         incumbent = _fields(form["incumbent"], {"config", "ms"}, f"{place}, incumbent")
-        form["incumbent"] = Incumbent(CONFIGS[kind].from_canonical(_object(incumbent["config"])), incumbent["ms"])
+        form["incumbent"] = Incumbent(config_from_canonical(kind, _object(incumbent["config"])), incumbent["ms"])
     if "regate" in form:
         form["regate"] = Regate(**_fields(form["regate"], {"template_hash", "numerics", "utc"}, f"{place}, regate"))
     return Provenance(**form)

@@ -10,13 +10,14 @@ from dataclasses import dataclass, field
 
 from fa2gen.errors import ArgumentError
 from fa2gen.problem import Bucket, Problem
-from fa2gen.spec import CONFIGS, Config, KernelSpec
+from fa2gen.spec import FAMILIES, Config, KernelSpec
 
 MEASUREMENT_KINDS = ("measured", "predicted")
 NOISE_BAND = 0.02
 """Medians this close, relative, are no ground to change a config: repeated sessions differ by about as much."""
 
-_CONFIG_NAMES = {kind: config.__name__ for kind, config in CONFIGS.items()}
+_CONFIGS = {kind: tuple(families.values()) for kind, families in FAMILIES.items()}
+_CONFIG_NAMES = {kind: " or a ".join(each.__name__ for each in configs) for kind, configs in _CONFIGS.items()}
 _UTC = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}Z")
 
 
@@ -108,7 +109,7 @@ class Incumbent:
     ms: float
 
     def __post_init__(self) -> None:
-        if type(self.config) not in CONFIGS.values():
+        if not any(type(self.config) in configs for configs in _CONFIGS.values()):
             raise ArgumentError(f"config must be a {' or a '.join(_CONFIG_NAMES.values())}, got {self.config!r}")
         _require_time("ms", self.ms)
 
@@ -194,7 +195,7 @@ class TunedEntry:
             raise ArgumentError("a predicted entry carries the model's version, a measured one does not")
         incumbent = self.provenance.incumbent
         for config in (self.config, *([] if incumbent is None else [incumbent.config])):
-            if type(config) is not CONFIGS[self.spec.kind]:
+            if type(config) not in _CONFIGS[self.spec.kind]:
                 raise ArgumentError(
                     f"config of a {self.spec.kind} kernel must be a {_CONFIG_NAMES[self.spec.kind]}, got {config!r}"
                 )

@@ -33,7 +33,7 @@ def loaded(build: Build, device_index: int) -> Iterator[dict[str, LoadedKernel]]
 
 
 def make_plan(
-    spec: KernelSpec, config: Config, tensors: Mapping[str, Tensor], softmax_scale: float, l2_bytes: int
+    spec: KernelSpec, config: Config, tensors: Mapping[str, Tensor], softmax_scale: float, l2_bytes: int, num_sms: int
 ) -> LaunchPlan:
     """The launches of a call.
 
@@ -42,14 +42,16 @@ def make_plan(
         tensors: The call's, by the names of the kernels' parameters; those of four dimensions (batch, seqlen, heads,
             head_dim) have strides there.
         softmax_scale: Factor of the scores.
-        l2_bytes: The chip's.
+        l2_bytes, num_sms: The chip's.
     """
     q, k = tensors["q"], tensors["k"]
     problem = Problem(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2])
     strides = {name: (x.stride(0), x.stride(1), x.stride(2)) for name, x in tensors.items() if x.dim() == 4}
     if isinstance(config, BwdConfig):
         return bwd_plan(spec, config, problem, strides=strides, softmax_scale=softmax_scale, l2_bytes=l2_bytes)
-    return fwd_plan(spec, config, problem, strides=strides, softmax_scale=softmax_scale, l2_bytes=l2_bytes)
+    return fwd_plan(
+        spec, config, problem, strides=strides, softmax_scale=softmax_scale, l2_bytes=l2_bytes, num_sms=num_sms
+    )
 
 
 def workspace_bytes(plan: LaunchPlan) -> int:

@@ -100,7 +100,8 @@ class Bench:
 
     def __init__(self, device_index: int) -> None:
         self._device = torch.device("cuda", device_index)
-        self._l2_bytes = device_info(device_index).l2_bytes
+        info = device_info(device_index)
+        self._l2_bytes, self._num_sms = info.l2_bytes, info.num_sms
         size = flush_bytes(self._l2_bytes)
         self._require_memory(size, "the buffer that clears the L2 cache")
         self._flush = torch.empty(size, dtype=torch.uint8, device=self._device)
@@ -181,7 +182,7 @@ class Bench:
         tensors: Mapping[str, Tensor],
         softmax_scale: float,
     ) -> Callable[[], None]:
-        plan = make_plan(spec, config, tensors, softmax_scale, self._l2_bytes)
+        plan = make_plan(spec, config, tensors, softmax_scale, self._l2_bytes, self._num_sms)
         if size := workspace_bytes(plan):
             self._require_memory(size, f"the workspaces of {spec.slug()} {config.slug()}")
         return bind(kernels, plan, tensors)

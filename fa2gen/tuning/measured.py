@@ -15,7 +15,7 @@ from fa2gen.compile import usable_cores
 from fa2gen.constraints import default_config
 from fa2gen.errors import CompileError
 from fa2gen.problem import Bucket, Problem
-from fa2gen.spec import CONFIGS, Config, KernelSpec
+from fa2gen.spec import FAMILIES, Config, KernelSpec
 from fa2gen.tables import Incumbent, Measurement, Provenance, TunedEntry, utc_now
 
 from .builds import Build, compile_configs
@@ -131,7 +131,7 @@ class MeasuredTuning:
         """
         spec, gpu = request.spec, self._ledger.gpu
         bucket = request.problem.bucket(gpu.num_sms)
-        template_hash = self._tools.template_hash(spec.kind, CONFIGS[spec.kind].family)
+        template_hash = self._tools.template_hash(spec.kind, next(iter(FAMILIES[spec.kind])))
         resume = self._options.resume or request in self._shared.begun
         self._shared.begun.add(request)
         with TuningStudy(

@@ -17,7 +17,7 @@ from fa2gen.constraints import default_config
 from fa2gen.errors import CompileError, GateError
 from fa2gen.hardware import Gpu
 from fa2gen.problem import Problem
-from fa2gen.spec import CONFIGS, Config, KernelSpec
+from fa2gen.spec import FAMILIES, Config, KernelSpec
 from fa2gen.tables import Measurement, Provenance, TunedEntry, utc_now
 
 from .builds import Build, compile_configs
@@ -213,7 +213,7 @@ def _study(
         ledger.gpu,
         group.spec,
         problem.bucket(ledger.gpu.num_sms),
-        template_hash=tools.template_hash(group.spec.kind, CONFIGS[group.spec.kind].family),
+        template_hash=tools.template_hash(group.spec.kind, next(iter(FAMILIES[group.spec.kind]))),
         space=group.space,
         # Other facts, another model or another problem give other numbers, which must not meet these.
         objective=f"{model_version(group.spec.kind)}, nvcc {tools.nvcc_version()}, {problem}",

@@ -227,6 +227,7 @@ def test_example_launches_what_fa2gen_would(manifest: dict[str, Any], launches: 
             strides={"q": of_q, "k": of_k, "v": of_k, "o": of_q},
             softmax_scale=1 / math.sqrt(d),
             l2_bytes=2**40,  # the example keeps all heads in one section
+            num_sms=132,
         )
         (launch,) = plan.launches
         entry, *numbers, params = words

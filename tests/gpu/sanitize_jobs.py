@@ -48,6 +48,7 @@ def _backward(slug: str, head_dim: int, **spec: Any) -> Case:
     return Case(KernelSpec("bwd", head_dim, **spec), BwdConfig.from_slug(slug))
 
 
+NUM_SMS = 132
 FORWARD = (
     _forward("sm80_128x64s64_w4_st3_qr_guarded_mb1_pb", head_dim=64, causal=True, repaired="spike_first"),
     _forward("sm80_128x64s64_w4_st2_qs_guarded_mb1_ring", head_dim=128, repaired="both"),
@@ -133,7 +134,8 @@ def _forward_job(
     q, k, v = make_inputs(spec, gate_case, "cpu")
     rows, heads = problem.seqlen_q, problem.num_heads_q
     tensors = {"q": q, "k": k, "v": v}
-    plan = fwd_plan(spec, config, problem, strides=_strides(tensors, {"o": q}), softmax_scale=scale, l2_bytes=l2_bytes)
+    strides = _strides(tensors, {"o": q})
+    plan = fwd_plan(spec, config, problem, strides=strides, softmax_scale=scale, l2_bytes=l2_bytes, num_sms=NUM_SMS)
     start = 0 if spec.alignment == 16 else 2
     arrays = {name: Array(_span(x), start) for name, x in tensors.items()}
     arrays |= {"o": unwritten(2 * q.numel()), "softmax_lse": unwritten(4 * rows * heads), "repairs": Array(bytes(4))}

@@ -19,7 +19,7 @@ STRIDES = {"q": (7, 8, 9), "k": (10, 11, 12), "v": (13, 14, 15), "o": (16, 17, 1
 
 
 def plan(problem: Problem, *, scale: float = 0.125, spec: KernelSpec = SPEC, l2_bytes: int = 2**22) -> dict:
-    launch_plan = fwd_plan(spec, CONFIG, problem, strides=STRIDES, softmax_scale=scale, l2_bytes=l2_bytes)
+    launch_plan = fwd_plan(spec, CONFIG, problem, strides=STRIDES, softmax_scale=scale, l2_bytes=l2_bytes, num_sms=132)
     (launch,) = launch_plan.launches
     assert launch_plan.workspaces == ()
     values = struct.unpack(FWD_PARAMS.format, launch.params)
@@ -86,7 +86,7 @@ def test_limits():
         plan(Problem(1, 1, 2**31 - 1, 2, 1))
     packed = KernelSpec(head_dim=8, gqa_ratio=1024), FwdConfig(pack_gqa=True), Problem(1, 1, 1, 2**31, 2**21)
     with pytest.raises(UnsupportedError, match="num_heads_q"):
-        fwd_plan(*packed, strides=STRIDES, softmax_scale=1.0, l2_bytes=2**22)
+        fwd_plan(*packed, strides=STRIDES, softmax_scale=1.0, l2_bytes=2**22, num_sms=132)
     with pytest.raises(ArgumentError, match="gqa_ratio"):
         plan(Problem(1, 4, 4, 2, 2))
     # The kernel's largest index: the last row of a tile of any legal size, and the last key of the tile that it sees.

@@ -14,8 +14,8 @@ PACKAGE = Path(__file__).resolve().parents[2] / "fa2gen"
 # Lowest first. Within a layer the order is the order in which rooms may import each other, except where a layer's rooms
 # are given as a set: those never import each other.
 LAYERS: tuple[tuple[str, ...] | frozenset[str], ...] = (
-    ("errors", "data", "spec", "problem", "hardware", "roofline"),
-    ("tiles", "constraints_backward", "constraints", "tables"),
+    ("errors", "data", "identity", "config_sm90", "spec", "problem", "tensor_map", "hardware", "roofline"),
+    ("tiles", "constraints_backward", "constraints_sm90", "constraints", "tables"),
     ("codegen", "launch", "compile", "emulator", "driver", "reference", "gate"),
     frozenset({"tuning", "runtime"}),
     ("compat", "emit_example", "emit", "explain_smem", "explain", "bench", "report"),

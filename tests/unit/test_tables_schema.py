@@ -161,13 +161,13 @@ def test_a_table_holds_one_kind():
 
 def test_a_config_is_of_its_kernels_kind():
     forward, backward = entry(), entry(KernelSpec("bwd"))
-    with pytest.raises(ArgumentError, match="config of a fwd kernel must be a FwdConfig"):
+    with pytest.raises(ArgumentError, match="config of a fwd kernel must be a FwdConfig or a FwdSm90Config"):
         dataclasses.replace(forward, config=backward.config)
     with pytest.raises(ArgumentError, match="config of a bwd kernel must be a BwdConfig"):
         dataclasses.replace(
             backward, provenance=dataclasses.replace(backward.provenance, incumbent=Incumbent(forward.config, 1.0))
         )
-    with pytest.raises(ArgumentError, match="must be a FwdConfig or a BwdConfig"):
+    with pytest.raises(ArgumentError, match="must be a FwdConfig or a FwdSm90Config or a BwdConfig"):
         Incumbent("sm80", 1.0)
     document = json.loads(render_table(table(backward, kind="bwd")))
     document["entries"][0]["config"]["block_n"] = 64

@@ -168,7 +168,7 @@ def test_a_call_launches_three_kernels_that_share_workspaces(spec, monkeypatch):
     config = BwdConfig(block_m=64, block_n=64, step_m=32, num_warps=4, split_heads=spec is GROUPED)
     problem = Problem(2, 113, 203, 8, 8 // spec.gqa_ratio)
     tensors = make_tensors(spec, problem, torch.device("cpu"))
-    plan = launcher.make_plan(spec, config, tensors, 0.125, 1 << 25)
+    plan = launcher.make_plan(spec, config, tensors, 0.125, 1 << 25, 132)
     log: list = []
     launcher.bind({name: _Loaded(name, log) for name in KERNELS}, plan, tensors)()
     assert [name for name, *_ in log] == [*KERNELS]
