@@ -25,7 +25,7 @@ from .roofline import (
     standard_traffic,
     uncached_traffic,
 )
-from .spec import BwdConfig, Config, FwdConfig, KernelSpec, config_from_slug
+from .spec import BwdConfig, Config, KernelSpec, config_from_slug
 from .tables import Match, TunedEntry, lookup
 from .tables.merge import is_current
 from .tables.store import cached_table, search_dirs, table_path

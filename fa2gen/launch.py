@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 from .codegen import BWD_PARAMS, BWD_POSTPROCESS_PARAMS, BWD_PREPROCESS_PARAMS, FWD_PARAMS, FWD_SM90_PARAMS
 from .codegen.render import launch_size
-from .constraints_backward import POSTPROCESS_ROWS, PREPROCESS_ROWS
 from .config_sm90 import GROUP_ROWS
+from .constraints_backward import POSTPROCESS_ROWS, PREPROCESS_ROWS
 from .errors import ArgumentError, UnsupportedError
 from .problem import MAX_SEQLEN, Problem
-from .spec import BwdConfig, Config, ForwardConfig, FwdConfig, FwdSm90Config, KernelSpec
+from .spec import BwdConfig, Config, ForwardConfig, FwdSm90Config, KernelSpec
 from .tensor_map import TensorMap, tensor_map
 from .tiles import rows_per_pass
 

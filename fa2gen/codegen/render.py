@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..constraints import smem_plan
 from ..constraints import smem_bytes as main_smem_bytes
+from ..constraints import smem_plan
 from ..constraints_backward import (
     POSTPROCESS_ROWS,
     POSTPROCESS_THREADS,
@@ -18,9 +18,9 @@ from ..constraints_backward import (
     postprocess_smem_bytes,
 )
 from ..constraints_backward import smem_plan as bwd_smem_plan
-from ..errors import ArgumentError
 from ..constraints_sm90 import output_columns, register_split
 from ..constraints_sm90 import smem_plan as sm90_smem_plan
+from ..errors import ArgumentError
 from ..spec import BwdConfig, Config, FwdSm90Config, KernelSpec
 from .files import environment, file_text
 from .head import head_comment

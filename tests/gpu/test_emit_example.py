@@ -14,8 +14,7 @@ from fa2gen.cli import main
 from fa2gen.commands.options import gpu_at_hand
 from fa2gen.compile.nvcc import find_nvcc
 from fa2gen.emit import emit
-from fa2gen.spec import config_from_slug
-from fa2gen.spec import KernelSpec
+from fa2gen.spec import KernelSpec, config_from_slug
 
 
 def _libcuda_folder(tmp_path: Path) -> Path:
