@@ -21,9 +21,8 @@ from fa2gen.constraints import infeasible_reason
 from fa2gen.driver import LoadedKernel, device_info, load
 from fa2gen.errors import CompileError, InfeasibleError, LaunchError
 from fa2gen.hardware import Gpu, match_device
-from fa2gen.launch import POINTERS, fwd_plan
 from fa2gen.problem import Bucket
-from fa2gen.spec import BwdConfig, Config, ForwardConfig, KernelSpec
+from fa2gen.spec import BwdConfig, Config, KernelSpec
 from fa2gen.tables import Match, lookup
 
 from .request import Request
@@ -34,6 +33,8 @@ Plan = Callable[[int, int, int], Any]
 Addresses = tuple[int, int, int, int, int]
 # (addresses of q, k, v) -> (output, LSE, addresses).
 RecordedPlan = Callable[[int, int, int], tuple[Tensor, Tensor, Addresses]]
+# (shape, strides, dtype) -> uninitialised tensor.
+Empty = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]
 # Addresses of q, k, v, o, lse, do and dlse (0: it is zero) -> dq, dk, dv.
 BackwardPlan = Callable[[int, int, int, int, int, int, int], tuple[Tensor, Tensor, Tensor]]
 
@@ -106,9 +107,6 @@ _matches: dict[tuple[KernelSpec, Bucket, int], Match] = {}
 # The last is the kernel's name.
 _kernels: dict[tuple[KernelSpec, Config, int, str], LoadedKernel] = {}
 _build_lock = threading.RLock()
-
-_pack_pointers = pointer_packer(len(POINTERS))
-_POINTER_BYTES = 8 * len(POINTERS)
 
 
 def reset() -> None:
@@ -269,74 +267,11 @@ def _require_no_capture(spec: KernelSpec) -> None:
     )
 
 
-def build_plan(request: Request, config: ForwardConfig, *, return_lse: bool, repairs: Tensor | None = None) -> Plan:
-    """A function that launches this request on tensors like the request's.
-
-    Args:
-        request: On a CUDA device, not empty, nothing to copy, softmax_scale at least 0.
-        config: Legal for it.
-        return_lse: Whether the LSE is computed and returned.
-        repairs: One uint32-sized element that counts repaired softmax steps.
-    """
-    return build_plans(request, config, repairs)[return_lse]
-
-
-def build_plans(
-    request: Request, config: ForwardConfig, repairs: Tensor | None = None
-) -> tuple[Plan, Plan, RecordedPlan]:
-    """:func:`build_plan` without and with the LSE, and what autograd records."""
-    index, p, head_dim = request.device.index, request.problem, request.spec.head_dim
-    out_strides = (p.seqlen_q * p.num_heads_q * head_dim, p.num_heads_q * head_dim, head_dim, 1)
-    kernel = loaded_kernel(request.spec, config, index)
-    (launch,) = fwd_plan(
-        request.spec,
-        config,
-        p,
-        strides={**request.strides, "o": out_strides[:3]},
-        softmax_scale=request.softmax_scale,
-        l2_bytes=device_gpu(index).l2_bytes,
-        num_sms=device_gpu(index).num_sms,
-    ).launches
-    # Locals of a closure: the warm path looks nothing up in objects or modules. The launch itself sees to threads that
-    # have no context yet and to devices that are not the current one.
-    launch_kernel = kernel.launcher(launch.grid, (launch.num_threads, 1, 1))
-    tail = launch.params[_POINTER_BYTES:]
-    dtype = _torch_dtype(request.spec)
-    out_shape, lse_shape = (p.batch, p.seqlen_q, p.num_heads_q, head_dim), (p.batch, p.num_heads_q, p.seqlen_q)
-    lse_strides = (p.num_heads_q * p.seqlen_q, p.seqlen_q, 1)
-    repairs_ptr = 0 if repairs is None else repairs.data_ptr()
-    empty, pack, raw_stream, float32 = (
-        _empty_function(request.device),
-        _pack_pointers,
-        _raw_stream_function(),
-        torch.float32,
-    )
-
-    # The parameter bytes are new for every call, so threads may share a plan; one concatenation costs 0.1 us.
-    def run(q_ptr: int, k_ptr: int, v_ptr: int) -> Tensor:
-        out = empty(out_shape, out_strides, dtype)
-        launch_kernel(pack(q_ptr, k_ptr, v_ptr, out.data_ptr(), 0, repairs_ptr) + tail, raw_stream(index))
-        return out
-
-    def record(q_ptr: int, k_ptr: int, v_ptr: int) -> tuple[Tensor, Tensor, Addresses]:
-        out = empty(out_shape, out_strides, dtype)
-        lse = empty(lse_shape, lse_strides, float32)
-        out_ptr, lse_ptr = out.data_ptr(), lse.data_ptr()
-        launch_kernel(pack(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, repairs_ptr) + tail, raw_stream(index))
-        return out, lse, (q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr)
-
-    def run_with_lse(q_ptr: int, k_ptr: int, v_ptr: int) -> tuple[Tensor, Tensor]:
-        out, lse, _ = record(q_ptr, k_ptr, v_ptr)
-        return out, lse
-
-    return run, run_with_lse, record
-
-
 def _torch_dtype(spec: KernelSpec) -> torch.dtype:
     return torch.float16 if spec.dtype == "fp16" else torch.bfloat16
 
 
-def _empty_function(device: torch.device) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]:
+def _empty_function(device: torch.device) -> Empty:
     """``(shape, strides, dtype)`` -> uninitialised tensor from torch's allocator, on the device.
 
     What torch's own compiled code allocates with takes 1.2 us, ``torch.empty_strided`` 1.8, ``torch.empty`` 5; it

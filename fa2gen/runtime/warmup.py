@@ -20,8 +20,9 @@ from fa2gen.spec import BwdConfig, Config, ForwardConfig, KernelSpec
 from .attention import attention
 from .autocast import autocast_inputs
 from .describe import Description, describe_request
-from .plan import build_plan, device_gpu, loaded_kernel, loaded_kernels, match_config
+from .plan import device_gpu, loaded_kernel, loaded_kernels, match_config
 from .plan_backward import build_backward_plan
+from .plan_forward import build_plan
 from .request import Request, backward_request, read_deterministic, read_flag, read_request, require_config
 
 _gated: set[tuple[KernelSpec, Config, int]] = set()
