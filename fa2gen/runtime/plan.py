@@ -17,7 +17,7 @@ from fa2gen.codegen import kernels_of, template_hash
 from fa2gen.compile import CompiledKernel, compile_kernel, compile_many, default_cache, kernel_source
 from fa2gen.compile.cache import cache_key
 from fa2gen.compile.nvcc import key_flags
-from fa2gen.constraints import infeasible_reason
+from fa2gen.constraints import compile_target, infeasible_reason
 from fa2gen.driver import LoadedKernel, device_info, load
 from fa2gen.errors import CompileError, InfeasibleError, LaunchError
 from fa2gen.hardware import Gpu, match_device
@@ -25,6 +25,7 @@ from fa2gen.problem import Bucket
 from fa2gen.spec import BwdConfig, Config, KernelSpec
 from fa2gen.tables import Match, lookup
 
+from .families import tma_obstacle
 from .request import Request
 
 # (addresses of q, k, v) -> output, or (output, LSE).
@@ -103,7 +104,8 @@ def pointer_packer(count: int) -> Callable[..., bytes]:
 _gpus: dict[int, Gpu] = {}
 # GPUs whose stale tables a warning has named.
 _warned: set[str] = set()
-_matches: dict[tuple[KernelSpec, Bucket, int], Match] = {}
+# The last: whether TMA can read the tensors.
+_matches: dict[tuple[KernelSpec, Bucket, int, bool], Match] = {}
 # The last is the kernel's name.
 _kernels: dict[tuple[KernelSpec, Config, int, str], LoadedKernel] = {}
 _build_lock = threading.RLock()
@@ -142,20 +144,25 @@ def device_gpu(device_index: int) -> Gpu:
 
 
 def match_config(request: Request, device_index: int, config: Config | None) -> Match:
-    """The config to run: the caller's if given, else what the tables say.
+    """The config to run: the caller's if given, else what the tables say; of the sm80 family where TMA cannot read.
 
     Raises:
-        InfeasibleError: The caller's config breaks a limit of this GPU; the message is the reason.
+        InfeasibleError: The caller's config breaks a limit of this GPU, or TMA cannot read what it is to read; the
+            message is the reason.
         TableError: ``FA2GEN_STRICT`` is set and no entry is exact.
     """
     gpu = device_gpu(device_index)
+    obstacle = tma_obstacle(request)
     if config is not None:
         require_feasible(request.spec, config, gpu)
+        if config.family == "sm90" and obstacle is not None:
+            raise InfeasibleError(f"config {config.slug()} cannot run this call, as TMA cannot read it: {obstacle}")
         return Match(config, "forced by the caller", 0.0, False, None)
-    key = (request.spec, request.problem.bucket(gpu.num_sms), device_index)
+    key = (request.spec, request.problem.bucket(gpu.num_sms), device_index, obstacle is None)
     match = _matches.get(key)
     if match is None:
-        match = lookup(request.spec, key[1], gpu, template_hash=template_hash)
+        families = None if obstacle is None else ("sm80",)
+        match = lookup(request.spec, key[1], gpu, template_hash=template_hash, families=families)
         _matches[key] = match
         if match.stale and match.entry is None and gpu.name not in _warned:
             _warned.add(gpu.name)
@@ -182,7 +189,7 @@ def kernel_state(spec: KernelSpec, config: Config, device_index: int) -> str:
     Of several kernels, the state of the one that is furthest from a launch.
     """
     missing = _missing(spec, config, device_index, kernels_of(spec.kind))
-    target = device_gpu(device_index).target
+    target = compile_target(config, device_gpu(device_index).target)
     keys = [cache_key(kernel_source(spec, config, name).text, "", target, key_flags(target)) for name in missing]
     if not all(default_cache().get_any(key.source) for key in keys):
         return "not compiled"
@@ -218,7 +225,8 @@ def loaded_kernel(
         kernel = _kernels.get(key)
         if kernel is None:
             if compiled is None:
-                compiled = compile_kernel(kernel_source(spec, config, name), device_gpu(device_index).target)
+                target = compile_target(config, device_gpu(device_index).target)
+                compiled = compile_kernel(kernel_source(spec, config, name), target)
             kernel = load(compiled, device_index)
             _kernels[key] = kernel
     return kernel
@@ -242,7 +250,7 @@ def _compiled(
     """Binaries of several kernels; of a single one None: it needs no pool of compilers."""
     if len(names) < 2:
         return [None] * len(names)
-    target = device_gpu(device_index).target
+    target = compile_target(config, device_gpu(device_index).target)
     compiled = compile_many([(kernel_source(spec, config, name), target) for name in names])
     for result in compiled:
         if isinstance(result, CompileError):
