@@ -1,4 +1,4 @@
-"""Small kernels of three warpgroups for the instructions of sm_90a, with what they must give: like primitive_kernels.py.
+"""Small kernels of three warpgroups for sm_90a, with what they must give: like primitive_kernels.py.
 
 Their parameters begin with tensor maps: of ``a`` and ``b``, which they read, and of ``o``, which they write.
 """
@@ -55,10 +55,6 @@ FUNC void init_barriers(u32 first, int number, int count) {
 FUNC u32 swizzled(int row, int chunk) { return row * 128 + (chunk ^ (row & 7)) * 16; }
 """
 
-# Where probes have their barriers and tiles: 1024 bytes, then three tiles of 16 KiB and what is left.
-_BODY = """  const u32 tile = smem + 1024;
-"""
-
 
 def sm90_source(
     bodies: Mapping[str, str],
@@ -81,15 +77,13 @@ def sm90_source(
     """
     functions, calls = [], []
     for i, text in enumerate(bodies.values()):
-        signature = "const ProbeParams& p, int tid, int warp, int lane, int group, u32 smem"
-        functions.append(f"FUNC void probe_{i}({signature}) {{\n{_BODY}{text}\n}}")
-        calls.append(f"  if (p.which == {i}) probe_{i}(p, tid, warp, lane, group, smem);")
+        signature = "const ProbeParams& p, int tid, int warp, int lane, int group, u32 smem, u32 tile"
+        functions.append(f"FUNC void probe_{i}({signature}) {{\n{text}\n}}")
+        calls.append(f"  if (p.which == {i}) probe_{i}(p, tid, warp, lane, group, smem, smem + 1024);")
     kernel = [
-        f'extern "C" __global__ void __launch_bounds__(kThreads) {ENTRY}(const __grid_constant__ ProbeParams p) {{',
+        f'extern "C" __global__ void __launch_bounds__(kThreads, 1) {ENTRY}(const __grid_constant__ ProbeParams p) {{',
         "  const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32, group = tid / 128;",
         "  const u32 smem = (smem_base() + 1023) / 1024 * 1024;",
-        '  name_shared("Area", smem, 1024);',
-        '  name_shared("Tile", smem + 1024, 65536);',
         *calls,
         "}",
     ]

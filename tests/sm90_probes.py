@@ -65,7 +65,8 @@ def _box_of_heads() -> Sm90Probe:
   }
   mbarrier_try_wait(smem, 0);
   for (int word = tid; word < 1024; word += kThreads) st_global(p.out + word, ld_shared<u32>(tile + 4 * word));
-  for (int word = tid; word < 256; word += kThreads) st_global(p.out + (1024 + word), ld_shared<u32>(tile + 8192 + 4 * word));""",
+  for (int word = tid; word < 256; word += kThreads)
+    st_global(p.out + (1024 + word), ld_shared<u32>(tile + 8192 + 4 * word));""",
         np.concatenate([tile_a, tile_b]),
         a=a,
         b=b,
@@ -111,7 +112,8 @@ def _ring() -> Sm90Probe:
     trace("round", round);
     const int stage = round % 2;
     mbarrier_try_wait(full + 8 * stage, round / 2 & 1);
-    sum = 3 * sum + ld_shared<u32>(tile + 2048 * stage + 4 * tid) + ld_shared<u32>(tile + 2048 * stage + 1024 + 4 * tid);
+    const u32 from = tile + 2048 * stage + 4 * tid;
+    sum = 3 * sum + ld_shared<u32>(from) + ld_shared<u32>(from + 1024);
     bar_sync(1 + group, 128);
     if (tid % 128 == 0) mbarrier_arrive(empty + 8 * stage);
   }

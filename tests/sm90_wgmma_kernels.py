@@ -1,10 +1,11 @@
-"""Probes of wgmma: every number of columns that attention uses, both places of a, both orders of b, and chains of them."""
+"""Probes of wgmma: every number of columns that attention uses, both places of a, both orders of b, and chains."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from tests.sm90_kernels import MappedTensor, Sm90Probe, as_words, small_integers
+from tests.sm90_small_attention import small_attention_probe
 
 COLUMNS = (40, 64, 80, 96, 112, 128, 176, 192, 256)
 DEPTH = 64  # columns of a: four steps
@@ -31,7 +32,8 @@ _STORE_RESULT = """
   for (int i = 0; i < kN / 8; i++)
     for (int r = 0; r < 2; r++)
       for (int e = 0; e < 2; e++)
-        st_global(p.out + ((warp * 16 + r * 8 + lane / 4) * kN + i * 8 + lane % 4 * 2 + e), as_bits(d[4 * i + 2 * r + e]));"""
+        st_global(p.out + ((warp * 16 + r * 8 + lane / 4) * kN + i * 8 + lane % 4 * 2 + e),
+                  as_bits(d[4 * i + 2 * r + e]));"""
 # b of step k.
 _B = "kTransposed ? operand(b + 2048 * step, 8192) : operand(b + 32 * step)"
 _SS = f"""
@@ -143,7 +145,8 @@ _NARROW = """
   wgmma_fence();
   for (int step = 0; step < 4; step++) {{
     const u32 a = tile + 8192 * group + step * 16 / kColumns * 64 * kRowBytes + step * 16 % kColumns * 2;
-    wgmma_ss<Element, kN, true>(d, operand(a, 16, 8 * kRowBytes, kMode), operand(b + 16 * kRowBytes * step, 64 * kRowBytes, 8 * kRowBytes, kMode), step > 0);
+    const u64 rows = operand(b + 16 * kRowBytes * step, 64 * kRowBytes, 8 * kRowBytes, kMode);
+    wgmma_ss<Element, kN, true>(d, operand(a, 16, 8 * kRowBytes, kMode), rows, step > 0);
   }}
   wgmma_commit();
   wgmma_wait<0>();"""
@@ -175,6 +178,8 @@ def wgmma_probes(element: str) -> dict[str, Sm90Probe]:
     probes["accumulate"] = _probe(element, "ss", 96, True, _ACCUMULATE, times=3)
     probes["two in flight"] = _probe(element, "ss", 64, False, _TWO_IN_FLIGHT, times=4)
     probes["stmatrix"] = _probe(element, "ss", 80, True, _STMATRIX)
+    probes["small attention"] = small_attention_probe(element)
+    probes["small attention, three stages"] = small_attention_probe(element, stages="3")
     probes["rows of 64 bytes"] = _narrow(element, 64)
     probes["rows of 32 bytes"] = _narrow(element, 32)
     return probes
