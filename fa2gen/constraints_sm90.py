@@ -11,12 +11,16 @@ from .spec import KernelSpec
 COMPUTE_CAPABILITY = (9, 0)
 """wgmma and setmaxnreg exist here only: sm_90a code runs on no other chip."""
 
+TARGET = "sm_90a"
+"""What nvcc compiles the family's kernels for."""
+
 _PANEL_COLUMNS = 64
 _ROW_BYTES = 128  # of a panel
 _MAX_WARPGROUPS = 3
 _MAX_STAGES = 4
 _MAX_BLOCK_N = 256  # wgmma's widest product
-# mbarriers: a full and an empty one of 8 bytes a stage. Tile numbers pass through two slots, which have them too.
+# mbarriers: a full and an empty one of 8 bytes a stage. Tile numbers that are drawn pass through two slots, which have
+# them too.
 _RING_BYTES = 16
 _TILE_SLOTS, _TILE_NUMBER_BYTES = 2, 4
 # Consumers' registers beyond accumulators and P: addresses, row state, loop and schedule. The probes that ran on an
@@ -28,7 +32,8 @@ _REGISTERS_BESIDES = 24
 class Sm90SmemPlan:
     """Byte offsets in a block's dynamic shared memory, which begins at a multiple of 1024.
 
-    Stages of Q, K and V, P where it goes through shared memory, mbarriers. O leaves through Q's place.
+    Stages of Q, K and V, P where it goes through shared memory, mbarriers and, where tiles are drawn, their numbers. O
+    leaves through Q's place.
     """
 
     q: int
@@ -65,8 +70,9 @@ def smem_plan(spec: KernelSpec, config: FwdSm90Config) -> Sm90SmemPlan:
     p = v + config.num_stages * config.block_n * row
     panels = -(-config.block_n // _PANEL_COLUMNS) if config.p_in_smem else 0
     barriers = p + panels * config.warpgroups * GROUP_ROWS * _ROW_BYTES
-    rings = config.q_stages + 2 * config.num_stages + _TILE_SLOTS
-    total = barriers + _RING_BYTES * rings + _TILE_NUMBER_BYTES * _TILE_SLOTS
+    slots = _TILE_SLOTS if config.scheduler == "dynamic" else 0
+    rings = config.q_stages + 2 * config.num_stages + slots
+    total = barriers + _RING_BYTES * rings + _TILE_NUMBER_BYTES * slots
     return Sm90SmemPlan(q=0, k=k, v=v, p=p, barriers=barriers, total=total)
 
 
