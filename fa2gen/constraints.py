@@ -193,6 +193,11 @@ def borrowed_config(spec: KernelSpec, config: Config) -> tuple[Config, str]:
     return config, ", ".join(changes)
 
 
+def compile_target(config: Config, gpu_target: str) -> str:
+    """nvcc's target for a kernel on a GPU whose own is ``gpu_target``: the sm90 family needs the one with an ``a``."""
+    return f"{gpu_target}a" if config.family == "sm90" else gpu_target
+
+
 def default_config(spec: KernelSpec) -> Config:
     """A config that is legal for every spec of its kind on every architecture from 8.0 up, and fast on all."""
     return backward.default_config(spec) if spec.kind == "bwd" else default_forward_config(spec)

@@ -19,9 +19,6 @@ from .spec import BwdConfig, Config, ForwardConfig, FwdSm90Config, KernelSpec
 from .tensor_map import TensorMap, tensor_map
 from .tiles import rows_per_pass
 
-POINTERS = FWD_PARAMS.pointers
-"""Pointer fields that lead the parameter struct: pointer i is the 8 bytes at 8 * i. Null in a fresh plan."""
-
 _MAX_INT = 2**31 - 1
 # The kernel multiplies scores by scale_log2 even where softmax_scale is 0. A positive value this small makes every
 # exponent 0 for any finite score (2^128 * 2^-149 = 2^-21), while -inf, a masked score, stays -inf (0 * -inf would be

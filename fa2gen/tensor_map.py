@@ -66,6 +66,8 @@ def tma_reason(name: str, sizes: tuple[int, ...], strides: tuple[int, ...], addr
     """
     if address % 16:
         return f"{name} begins at an address that is no multiple of 16 bytes"
+    if any(size < 1 for size in sizes):
+        return f"{name} has an axis without elements, TMA takes one or more"
     if any(size >= _MAX_SIZE for size in sizes):
         return f"{name} has an axis of {max(sizes)} elements, TMA takes fewer than 2^32"
     for axis, size, stride in zip(("batch", "row", "head"), sizes, strides, strict=False):
@@ -92,6 +94,5 @@ def tensor_map(
     by_batch, by_row, by_head = (
         stride * _ELEMENT_BYTES if size > 1 else 16 for stride, size in zip(strides, sizes[:3], strict=True)
     )
-    return TensorMap(
-        tensor, (columns, rows, heads, batch), (by_row, by_head, by_batch), (PANEL_COLUMNS, box_rows, 1, 1)
-    )
+    box = (PANEL_COLUMNS, box_rows, 1, 1)
+    return TensorMap(tensor, (columns, rows, heads, batch), (by_row, by_head, by_batch), box)

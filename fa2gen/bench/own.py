@@ -16,7 +16,8 @@ from fa2gen.constraints import default_config, infeasible_reason
 from fa2gen.errors import UnsupportedError
 from fa2gen.problem import Problem
 from fa2gen.runtime import Description, attention, describe, warmup, warmup_specs
-from fa2gen.runtime.plan import build_plan, device_gpu, require_feasible
+from fa2gen.runtime.plan import device_gpu, require_feasible
+from fa2gen.runtime.plan_forward import build_plan
 from fa2gen.runtime.request import read_request
 from fa2gen.spec import FAMILIES, BwdConfig, Config, FwdConfig, KernelSpec
 

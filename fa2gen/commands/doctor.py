@@ -143,6 +143,18 @@ def _gpu() -> Iterator[Check]:
     name = f"known as {gpu.name}" if gpu else "not in the GPU database"
     capability = _dotted(info.compute_capability)
     yield Check("gpu", "ok", f"{info.name}, compute capability {capability}, {info.num_sms} SMs, {name}")
+    if info.compute_capability[0] == 9:
+        yield _tensor_maps()
+
+
+def _tensor_maps() -> Check:
+    from ..driver.tensor_maps import INSTALL, bindings_version
+
+    try:
+        return Check("cuda-bindings", "ok", f"{bindings_version()}, encodes tensor maps")
+    except Fa2genError:
+        fix = f"only for kernels of the sm90 family, which need tensor maps: {INSTALL}"
+        return Check("cuda-bindings", "missing", "cannot be imported", fix)
 
 
 def _dotted(numbers: tuple[int, int]) -> str:

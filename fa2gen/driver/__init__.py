@@ -2,6 +2,7 @@
 
 from .device import DeviceInfo, device_count, device_info, ensure_context, unavailable_reason
 from .kernel import LoadedKernel, load, row_launcher
+from .tensor_maps import map_packer
 
 __all__ = [
     "DeviceInfo",
@@ -10,6 +11,7 @@ __all__ = [
     "device_info",
     "ensure_context",
     "load",
+    "map_packer",
     "row_launcher",
     "unavailable_reason",
 ]

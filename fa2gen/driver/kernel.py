@@ -24,6 +24,7 @@ from .libcuda import (
     is_sticky,
     launch_function,
     libcuda,
+    parameter_offset,
     primary_context,
 )
 
@@ -114,6 +115,8 @@ class LoadedKernel:
                 check(cuda.cuModuleGetFunction(ctypes.byref(self._function), self._module, name), what)
                 status = cuda.cuFuncSetAttribute(self._function, MAX_DYNAMIC_SHARED_SIZE_BYTES, self._smem)
                 check(status, f"{what} with {self._smem} bytes of shared memory a block")
+                # What PyCUDA, which hands over all parameters in one buffer, must put before the struct.
+                self._lead = bytes(parameter_offset(self._function))
                 self._pycuda_module, self._pycuda_launch = _load_pycuda(compiled, device_index, what)
             except BaseException:
                 cuda.cuModuleUnload(self._module)
@@ -145,13 +148,13 @@ class LoadedKernel:
         the sizes of 1 too.
         """
         short_grid, short_block = _without_ones(grid), _without_ones(block)
-        function, smem, pycuda_error = self._function, self._smem, self._pycuda_error
+        function, smem, lead, pycuda_error = self._function, self._smem, self._lead, self._pycuda_error
 
         # What unload() replaces is looked up at every call.
         def launch(params: bytes, stream: int) -> None:
             if stream < _FIRST_OTHER_STREAM:
                 try:
-                    self._pycuda_launch(short_grid, short_block, params, smem, None)
+                    self._pycuda_launch(short_grid, short_block, lead + params, smem, None)
                     return
                 except pycuda_error as refused:
                     error = str(refused)
@@ -237,6 +240,7 @@ def row_launcher(*steps: tuple[LoadedKernel, _Dim3, _Dim3]) -> Callable[[tuple[b
         (kernel, _without_ones(grid), _without_ones(block)) for kernel, grid, block in steps
     )
     smem_a, smem_b, smem_c = (kernel._smem for kernel, _, _ in steps)
+    lead_a, lead_b, lead_c = (kernel._lead for kernel, _, _ in steps)
     pycuda_error, check_context = _pycuda_error(), any(kernel._check_context for kernel, _, _ in steps)
 
     def launch(params: tuple[bytes, ...], stream: int) -> None:
@@ -245,11 +249,11 @@ def row_launcher(*steps: tuple[LoadedKernel, _Dim3, _Dim3]) -> Callable[[tuple[b
         if stream < _FIRST_OTHER_STREAM and not check_context:
             # What is refused is tried again alone, which sees to the context, or tells what is wrong.
             try:
-                kernel_a._pycuda_launch(grid_a, block_a, params_a, smem_a, None)
+                kernel_a._pycuda_launch(grid_a, block_a, lead_a + params_a, smem_a, None)
                 launched = 1
-                kernel_b._pycuda_launch(grid_b, block_b, params_b, smem_b, None)
+                kernel_b._pycuda_launch(grid_b, block_b, lead_b + params_b, smem_b, None)
                 launched = 2
-                kernel_c._pycuda_launch(grid_c, block_c, params_c, smem_c, None)
+                kernel_c._pycuda_launch(grid_c, block_c, lead_c + params_c, smem_c, None)
                 return
             except pycuda_error:
                 pass

@@ -77,7 +77,8 @@ class Counters:
     """What a launch did, summed over its blocks. Conflicts are cycles beyond the first of a shared-memory access.
 
     ``mma``, ``ldmatrix``, ``shfl``, ``votes`` and ``barriers`` count warps; ``cp_async`` and ``ex2`` count threads;
-    ``switches`` are the emulator's own. ``repairs`` is the kernel's counter of repaired softmax steps.
+    ``wgmma`` counts warpgroups, ``tma_load`` and ``tma_store`` boxes, ``stmatrix`` warps; ``switches`` are the
+    emulator's own. ``repairs`` is the kernel's counter of repaired softmax steps.
     """
 
     mma: int = 0
@@ -92,6 +93,11 @@ class Counters:
     cp_async: int = 0
     ex2: int = 0
     switches: int = 0
+    wgmma: int = 0
+    tma_load: int = 0
+    tma_store: int = 0
+    stmatrix: int = 0
+    stmatrix_conflicts: int = 0
     repairs: int = 0
 
     def __add__(self, other: Counters) -> Counters:
@@ -102,10 +108,16 @@ _NUM_COUNTERS = len(fields(Counters)) - 1  # repairs is read from memory, by run
 
 
 def _job(
-    launch: LaunchLike, buffers: Sequence[Buffer], seed: int, random_schedule: bool, checks: bool, threads: int
+    launch: LaunchLike,
+    buffers: Sequence[Buffer],
+    seed: int,
+    random_schedule: bool,
+    lazy_wgmma: bool,
+    checks: bool,
+    threads: int,
 ) -> bytes:
     params = launch.params
-    head = struct.pack("<IQIII", _MAGIC, seed % 2**64, random_schedule, checks, threads)
+    head = struct.pack("<IQIIII", _MAGIC, seed % 2**64, random_schedule, lazy_wgmma, checks, threads)
     head += struct.pack("<3I", *launch.grid)
     head += struct.pack("<4I", launch.num_threads, launch.smem_bytes, len(params), len(buffers))
     parts = [head, params]
@@ -136,6 +148,7 @@ def run(
     *,
     seed: int = 1,
     random_schedule: bool = True,
+    lazy_wgmma: bool | None = None,
     checks: bool = True,
     timeout: float = 120.0,
     threads: int | None = None,
@@ -148,6 +161,8 @@ def run(
         buffers: All the global memory there is.
         seed: Of the schedule.
         random_schedule: Run any ready thread next; otherwise mostly the one made ready last, which is faster.
+        lazy_wgmma: wgmma reads its operands when it is waited for, otherwise as it is issued; a GPU does so at any
+            moment between. Default: for odd seeds.
         checks: Track races, initialisation and copies in flight in shared memory (about 20 % of the time).
         timeout: Seconds.
         threads: OS threads that share the blocks; default: one for each core.
@@ -166,7 +181,8 @@ def run(
     for b in buffers:
         if b.pointer_index >= len(launch.params) // 8:
             raise ArgumentError(f"pointer_index of buffer {b.name} is beyond the parameters: {b.pointer_index}")
-    job = _job(launch, buffers, seed, random_schedule, checks, threads or os.cpu_count() or 1)
+    lazy = seed % 2 == 1 if lazy_wgmma is None else lazy_wgmma
+    job = _job(launch, buffers, seed, random_schedule, lazy, checks, threads or os.cpu_count() or 1)
     try:
         done = _run_program(str(kernel.program), job, timeout)
     except subprocess.TimeoutExpired:

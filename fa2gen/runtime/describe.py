@@ -7,11 +7,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fa2gen.constraints import compile_target
+from fa2gen.constraints_sm90 import COMPUTE_CAPABILITY
 from fa2gen.launch import bwd_plan, fwd_plan
 from fa2gen.problem import Problem
 from fa2gen.spec import BwdConfig, Config, ForwardConfig, KernelSpec
 
 from .emulated import emulated_config
+from .families import tma_obstacle
 from .plan import device_gpu, kernel_state, match_config
 from .request import Request, backward_request, read_deterministic, read_flag, read_request, require_config
 
@@ -40,6 +43,8 @@ class Description:
         state: ``"loaded"``, ``"compiled"`` (in the cache on disk), ``"not compiled"``; None where nothing is compiled.
             Of the three kernels of a backward, the state of the one that is furthest from a launch.
         copies: Tensors that the call copies, and why.
+        obstacle: Why the sm90 family, which the GPU runs, cannot serve the call; None where it can, or for another
+            reason does not.
     """
 
     backend: str
@@ -56,6 +61,7 @@ class Description:
     target: str | None = None
     state: str | None = None
     copies: tuple[str, ...] = ()
+    obstacle: str | None = None
 
     def __str__(self) -> str:
         p = self.problem
@@ -63,6 +69,8 @@ class Description:
         lines = [f"backend  {self.backend}" + (f" on {self.gpu}" if self.gpu else "")]
         lines += [f"spec     {self.spec.slug()}", f"problem  {sizes}"]
         lines.append(f"config   {self.config.slug() if self.config else 'none'} ({self.source})")
+        if self.obstacle is not None:
+            lines.append(f"family   sm80, since TMA cannot read the tensors: {self.obstacle}")
         if self.entry is not None:
             lines.append(f"entry    {self.entry}, {_KNOWN[str(self.known)]}")
         if self.gated:
@@ -139,14 +147,15 @@ def describe_request(request: Request, config: Config | None) -> Description:
         stale=match.stale,
         gated=match.gated,
         gpu=gpu.name,
-        target=gpu.target,
+        target=compile_target(match.config, gpu.target),
         state=kernel_state(spec, match.config, index),
         copies=copies,
+        obstacle=tma_obstacle(request) if spec.kind == "fwd" and gpu.compute_capability == COMPUTE_CAPABILITY else None,
     )
 
 
 def _softmax(config: Config) -> str:
-    return config.softmax if isinstance(config, ForwardConfig) else "none"
+    return "none" if isinstance(config, BwdConfig) else config.softmax
 
 
 def _require_launchable(request: Request, config: Config) -> None:

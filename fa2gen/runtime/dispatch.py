@@ -20,11 +20,11 @@ from .plan import (
     PLANS,
     Differentiable,
     ForwardPlan,
-    build_plans,
     gradient_options,
     match_config,
     remember,
 )
+from .plan_forward import build_plans
 from .request import (
     Request,
     backward_request,

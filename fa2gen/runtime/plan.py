@@ -17,15 +17,15 @@ from fa2gen.codegen import kernels_of, template_hash
 from fa2gen.compile import CompiledKernel, compile_kernel, compile_many, default_cache, kernel_source
 from fa2gen.compile.cache import cache_key
 from fa2gen.compile.nvcc import key_flags
-from fa2gen.constraints import infeasible_reason
+from fa2gen.constraints import compile_target, infeasible_reason
 from fa2gen.driver import LoadedKernel, device_info, load
 from fa2gen.errors import CompileError, InfeasibleError, LaunchError
 from fa2gen.hardware import Gpu, match_device
-from fa2gen.launch import POINTERS, fwd_plan
 from fa2gen.problem import Bucket
-from fa2gen.spec import BwdConfig, Config, ForwardConfig, KernelSpec
+from fa2gen.spec import BwdConfig, Config, KernelSpec
 from fa2gen.tables import Match, lookup
 
+from .families import tma_obstacle
 from .request import Request
 
 # (addresses of q, k, v) -> output, or (output, LSE).
@@ -34,6 +34,8 @@ Plan = Callable[[int, int, int], Any]
 Addresses = tuple[int, int, int, int, int]
 # (addresses of q, k, v) -> (output, LSE, addresses).
 RecordedPlan = Callable[[int, int, int], tuple[Tensor, Tensor, Addresses]]
+# (shape, strides, dtype) -> uninitialised tensor.
+Empty = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]
 # Addresses of q, k, v, o, lse, do and dlse (0: it is zero) -> dq, dk, dv.
 BackwardPlan = Callable[[int, int, int, int, int, int, int], tuple[Tensor, Tensor, Tensor]]
 
@@ -102,13 +104,11 @@ def pointer_packer(count: int) -> Callable[..., bytes]:
 _gpus: dict[int, Gpu] = {}
 # GPUs whose stale tables a warning has named.
 _warned: set[str] = set()
-_matches: dict[tuple[KernelSpec, Bucket, int], Match] = {}
+# The last: whether TMA can read the tensors.
+_matches: dict[tuple[KernelSpec, Bucket, int, bool], Match] = {}
 # The last is the kernel's name.
 _kernels: dict[tuple[KernelSpec, Config, int, str], LoadedKernel] = {}
 _build_lock = threading.RLock()
-
-_pack_pointers = pointer_packer(len(POINTERS))
-_POINTER_BYTES = 8 * len(POINTERS)
 
 
 def reset() -> None:
@@ -144,20 +144,25 @@ def device_gpu(device_index: int) -> Gpu:
 
 
 def match_config(request: Request, device_index: int, config: Config | None) -> Match:
-    """The config to run: the caller's if given, else what the tables say.
+    """The config to run: the caller's if given, else what the tables say; of the sm80 family where TMA cannot read.
 
     Raises:
-        InfeasibleError: The caller's config breaks a limit of this GPU; the message is the reason.
+        InfeasibleError: The caller's config breaks a limit of this GPU, or TMA cannot read what it is to read; the
+            message is the reason.
         TableError: ``FA2GEN_STRICT`` is set and no entry is exact.
     """
     gpu = device_gpu(device_index)
+    obstacle = tma_obstacle(request)
     if config is not None:
         require_feasible(request.spec, config, gpu)
+        if config.family == "sm90" and obstacle is not None:
+            raise InfeasibleError(f"config {config.slug()} cannot run this call, as TMA cannot read it: {obstacle}")
         return Match(config, "forced by the caller", 0.0, False, None)
-    key = (request.spec, request.problem.bucket(gpu.num_sms), device_index)
+    key = (request.spec, request.problem.bucket(gpu.num_sms), device_index, obstacle is None)
     match = _matches.get(key)
     if match is None:
-        match = lookup(request.spec, key[1], gpu, template_hash=template_hash)
+        families = None if obstacle is None else ("sm80",)
+        match = lookup(request.spec, key[1], gpu, template_hash=template_hash, families=families)
         _matches[key] = match
         if match.stale and match.entry is None and gpu.name not in _warned:
             _warned.add(gpu.name)
@@ -184,7 +189,7 @@ def kernel_state(spec: KernelSpec, config: Config, device_index: int) -> str:
     Of several kernels, the state of the one that is furthest from a launch.
     """
     missing = _missing(spec, config, device_index, kernels_of(spec.kind))
-    target = device_gpu(device_index).target
+    target = compile_target(config, device_gpu(device_index).target)
     keys = [cache_key(kernel_source(spec, config, name).text, "", target, key_flags(target)) for name in missing]
     if not all(default_cache().get_any(key.source) for key in keys):
         return "not compiled"
@@ -220,7 +225,8 @@ def loaded_kernel(
         kernel = _kernels.get(key)
         if kernel is None:
             if compiled is None:
-                compiled = compile_kernel(kernel_source(spec, config, name), device_gpu(device_index).target)
+                target = compile_target(config, device_gpu(device_index).target)
+                compiled = compile_kernel(kernel_source(spec, config, name), target)
             kernel = load(compiled, device_index)
             _kernels[key] = kernel
     return kernel
@@ -244,7 +250,7 @@ def _compiled(
     """Binaries of several kernels; of a single one None: it needs no pool of compilers."""
     if len(names) < 2:
         return [None] * len(names)
-    target = device_gpu(device_index).target
+    target = compile_target(config, device_gpu(device_index).target)
     compiled = compile_many([(kernel_source(spec, config, name), target) for name in names])
     for result in compiled:
         if isinstance(result, CompileError):
@@ -269,74 +275,11 @@ def _require_no_capture(spec: KernelSpec) -> None:
     )
 
 
-def build_plan(request: Request, config: ForwardConfig, *, return_lse: bool, repairs: Tensor | None = None) -> Plan:
-    """A function that launches this request on tensors like the request's.
-
-    Args:
-        request: On a CUDA device, not empty, nothing to copy, softmax_scale at least 0.
-        config: Legal for it.
-        return_lse: Whether the LSE is computed and returned.
-        repairs: One uint32-sized element that counts repaired softmax steps.
-    """
-    return build_plans(request, config, repairs)[return_lse]
-
-
-def build_plans(
-    request: Request, config: ForwardConfig, repairs: Tensor | None = None
-) -> tuple[Plan, Plan, RecordedPlan]:
-    """:func:`build_plan` without and with the LSE, and what autograd records."""
-    index, p, head_dim = request.device.index, request.problem, request.spec.head_dim
-    out_strides = (p.seqlen_q * p.num_heads_q * head_dim, p.num_heads_q * head_dim, head_dim, 1)
-    kernel = loaded_kernel(request.spec, config, index)
-    (launch,) = fwd_plan(
-        request.spec,
-        config,
-        p,
-        strides={**request.strides, "o": out_strides[:3]},
-        softmax_scale=request.softmax_scale,
-        l2_bytes=device_gpu(index).l2_bytes,
-        num_sms=device_gpu(index).num_sms,
-    ).launches
-    # Locals of a closure: the warm path looks nothing up in objects or modules. The launch itself sees to threads that
-    # have no context yet and to devices that are not the current one.
-    launch_kernel = kernel.launcher(launch.grid, (launch.num_threads, 1, 1))
-    tail = launch.params[_POINTER_BYTES:]
-    dtype = _torch_dtype(request.spec)
-    out_shape, lse_shape = (p.batch, p.seqlen_q, p.num_heads_q, head_dim), (p.batch, p.num_heads_q, p.seqlen_q)
-    lse_strides = (p.num_heads_q * p.seqlen_q, p.seqlen_q, 1)
-    repairs_ptr = 0 if repairs is None else repairs.data_ptr()
-    empty, pack, raw_stream, float32 = (
-        _empty_function(request.device),
-        _pack_pointers,
-        _raw_stream_function(),
-        torch.float32,
-    )
-
-    # The parameter bytes are new for every call, so threads may share a plan; one concatenation costs 0.1 us.
-    def run(q_ptr: int, k_ptr: int, v_ptr: int) -> Tensor:
-        out = empty(out_shape, out_strides, dtype)
-        launch_kernel(pack(q_ptr, k_ptr, v_ptr, out.data_ptr(), 0, repairs_ptr) + tail, raw_stream(index))
-        return out
-
-    def record(q_ptr: int, k_ptr: int, v_ptr: int) -> tuple[Tensor, Tensor, Addresses]:
-        out = empty(out_shape, out_strides, dtype)
-        lse = empty(lse_shape, lse_strides, float32)
-        out_ptr, lse_ptr = out.data_ptr(), lse.data_ptr()
-        launch_kernel(pack(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, repairs_ptr) + tail, raw_stream(index))
-        return out, lse, (q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr)
-
-    def run_with_lse(q_ptr: int, k_ptr: int, v_ptr: int) -> tuple[Tensor, Tensor]:
-        out, lse, _ = record(q_ptr, k_ptr, v_ptr)
-        return out, lse
-
-    return run, run_with_lse, record
-
-
 def _torch_dtype(spec: KernelSpec) -> torch.dtype:
     return torch.float16 if spec.dtype == "fp16" else torch.bfloat16
 
 
-def _empty_function(device: torch.device) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]:
+def _empty_function(device: torch.device) -> Empty:
     """``(shape, strides, dtype)`` -> uninitialised tensor from torch's allocator, on the device.
 
     What torch's own compiled code allocates with takes 1.2 us, ``torch.empty_strided`` 1.8, ``torch.empty`` 5; it

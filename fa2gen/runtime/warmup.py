@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fa2gen.codegen import kernels_of
 from fa2gen.compile import compile_many, kernel_source
+from fa2gen.constraints import compile_target
 from fa2gen.driver import unavailable_reason
 from fa2gen.errors import ArgumentError, CompileError, GateError, LaunchError
 from fa2gen.gate import BackwardRunner, Runner, backward_cases, forward_cases, run_backward_gate, run_gate
@@ -20,8 +21,9 @@ from fa2gen.spec import BwdConfig, Config, ForwardConfig, KernelSpec
 from .attention import attention
 from .autocast import autocast_inputs
 from .describe import Description, describe_request
-from .plan import build_plan, device_gpu, loaded_kernel, loaded_kernels, match_config
+from .plan import device_gpu, loaded_kernel, loaded_kernels, match_config
 from .plan_backward import build_backward_plan
+from .plan_forward import build_plan
 from .request import Request, backward_request, read_deterministic, read_flag, read_request, require_config
 
 _gated: set[tuple[KernelSpec, Config, int]] = set()
@@ -121,7 +123,12 @@ def warmup_specs(
     matches = [match_config(request, index, None) for request in requests]
     target = device_gpu(index).target
     names = [(i, name) for i, request in enumerate(requests) for name in kernels_of(request.spec.kind)]
-    compiled = compile_many([(kernel_source(requests[i].spec, matches[i].config, name), target) for i, name in names])
+    compiled = compile_many(
+        [
+            (kernel_source(requests[i].spec, matches[i].config, name), compile_target(matches[i].config, target))
+            for i, name in names
+        ]
+    )
     for (i, name), kernel in zip(names, compiled, strict=True):
         if isinstance(kernel, CompileError):
             raise kernel

@@ -20,10 +20,12 @@ from fa2gen.codegen import FWD_PARAMS, template_hash
 from fa2gen.compile.nvcc import find_nvcc
 from fa2gen.emit import EXTRA_FILES, emit
 from fa2gen.hardware import get_gpu
-from fa2gen.launch import POINTERS, fwd_plan
+from fa2gen.launch import fwd_plan
 from fa2gen.problem import Problem
 from fa2gen.spec import FwdConfig, KernelSpec
 from tests.emit_runs import BATCH, NUM_HEADS_K, SEQLEN_K, SEQLEN_Q, built, launched, require_formatted, run_example
+
+POINTERS = FWD_PARAMS.pointers
 
 
 @pytest.fixture(scope="module")

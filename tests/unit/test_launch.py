@@ -9,7 +9,7 @@ import pytest
 
 from fa2gen.codegen import BWD_PARAMS, FWD_PARAMS
 from fa2gen.errors import ArgumentError, UnsupportedError
-from fa2gen.launch import POINTERS, bwd_plan, fwd_plan, heads_per_section
+from fa2gen.launch import bwd_plan, fwd_plan, heads_per_section
 from fa2gen.problem import Problem
 from fa2gen.spec import BwdConfig, FwdConfig, KernelSpec
 
@@ -32,7 +32,7 @@ def test_forward_plan():
     assert got["grid"] == (3 * 4 * 3, 1, 1)
     assert got["threads"] == 128
     assert got["smem"] == 128 * 64 * 2 + 2 * 2 * 64 * 64 * 2
-    assert [got[name] for name in POINTERS] == [0] * 6
+    assert [got[name] for name in FWD_PARAMS.pointers] == [0] * 6
     assert [got[f"v_{axis}_stride"] for axis in ("batch", "row", "head")] == [13, 14, 15]
     assert (got["k_pass_bytes"], got["v_pass_bytes"]) == (16 * 11 * 2, 16 * 14 * 2)
     assert (got["k_tile_bytes"], got["v_tile_bytes"]) == (64 * 11 * 2, 64 * 14 * 2)

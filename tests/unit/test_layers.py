@@ -24,7 +24,7 @@ LAYERS: tuple[tuple[str, ...] | frozenset[str], ...] = (
 # Cheap modules that the package itself offers as attributes, on demand.
 PACKAGE_ROOM = "__init__"
 
-HEAVY = ("torch", "pycuda", "optuna", "matplotlib")
+HEAVY = ("torch", "pycuda", "cuda", "optuna", "matplotlib")
 
 
 def _place(room: str) -> tuple[int, int]:
@@ -117,19 +117,21 @@ def test_import_is_cheap(statement: str) -> None:
     assert not loaded & set(HEAVY)
 
 
-def test_pycuda_is_imported_only_where_cuda_is_touched() -> None:
+@pytest.mark.parametrize(("package", "rooms"), [("pycuda", {"driver", "compile"}), ("cuda", {"driver"})])
+def test_cuda_is_imported_only_where_it_is_touched(package: str, rooms: set[str]) -> None:
     for path in MODULES:
         for node in ast.walk(ast.parse(path.read_text())):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             if isinstance(node, ast.ImportFrom) and node.module and not node.level:
                 names = [node.module]
-            if any(name.partition(".")[0] == "pycuda" for name in names):
-                assert _room(path) in ("driver", "compile"), f"{path} imports pycuda"
+            if any(name.partition(".")[0] == package for name in names):
+                assert _room(path) in rooms, f"{path} imports {package}"
 
 
 def test_rendering_needs_no_torch() -> None:
     assert not _modules_after("import fa2gen.codegen, fa2gen.compile, fa2gen.driver, fa2gen.tables") & {
         "torch",
         "pycuda",
+        "cuda",
         "optuna",
     }

@@ -84,8 +84,34 @@ unsigned Block::look(const unsigned* address) {
   return grid.semaphores.look(address, random_ >> 40 & 1, *waits_, current->tid, current->clock.known);
 }
 
-// Has the semaphore that a thread waits for the value?
+void Block::open_tickets(unsigned long long* address) {
+  global.check_tickets(address, "open_tickets on", recent_buffer);
+  grid.tickets.open(address, block_number, current->site, global.element(address));
+  grid.semaphores.changed();
+}
+
+unsigned Block::draw_ticket(unsigned long long* address, unsigned last) {
+  global.check_tickets(address, "draw_ticket from", recent_buffer);
+  const std::string name = global.element(address);
+  for (;;) {
+    unsigned number = 0, opener = 0;
+    if (grid.tickets.draw(address, last, number, opener, name) == Tickets::Drawn::kNumber) {
+      if (opener > block_number)
+        throw Diagnostic("deadlock",
+                         format("%s was opened by block number %u, but this is number %u: blocks start in ascending "
+                                "order, so one may wait for ever for a later one",
+                                name.c_str(), opener, block_number));
+      return number;
+    }
+    current->tickets = address;
+    waiting_.push_back(current->tid);
+    sleep(Operation::kDrawTicket);
+  }
+}
+
+// Has the semaphore that a thread waits for the value? Or: are the tickets open?
 bool Block::acquires(Fiber& fiber) {
+  if (fiber.waits == Operation::kDrawTicket) return grid.tickets.is_open(fiber.tickets);
   unsigned latest = 0;
   if (!grid.semaphores.acquire(fiber.semaphore, fiber.wanted, *waits_, fiber.tid, fiber.clock.known, &latest))
     return false;

@@ -3,13 +3,14 @@
 
 namespace emulator {
 
-void Block::mbarrier_arrive(unsigned address) {
-  Mbarrier& m = mbarriers_[mbarriers_.find(address, accessor(), "mbarrier_arrive")];
+void Block::mbarrier_arrive(unsigned address, const char* what) {
+  Mbarrier& m = mbarriers_[mbarriers_.find(address, accessor(), what)];
+  const uint32_t phase = m.phase;
   if (options.checks) accessor().publish(m.joining, num_threads_);
   current->clock.ahead++;
-  arrive(m, current->clock.known, "mbarrier_arrive", current->site, current->tid);
-  // The only thread that arrives knows that it has completed the phase.
-  if (m.count == 1) current->clock.known.raise(m.agent, m.phase);
+  arrive(m, current->clock.known, what, current->site, current->tid);
+  // The only thread that arrives knows that it has completed the phase, if nothing but its arrival was waited for.
+  if (m.count == 1 && m.phase > phase && !m.had_bytes) current->clock.known.raise(m.agent, m.phase);
 }
 
 // The arrival comes when the copies land, which is when no thread can run without it; with a random schedule,
@@ -46,7 +47,10 @@ void Block::mbarrier_wait(unsigned address, unsigned parity) {
 
 // An arrival on an mbarrier. Completing the phase wakes all that wait: they wait for this phase.
 void Block::arrive(Mbarrier& m, const Knowledge& known, const char* what, Site site, unsigned tid) {
-  if (!mbarriers_.arrive(m, known, what, site, tid)) return;
+  if (mbarriers_.arrive(m, known, what, site, tid)) wake_waiters(m);
+}
+
+void Block::wake_waiters(Mbarrier& m) {
   for (unsigned waiter : m.waiters) {
     Fiber& f = fibers_[waiter];
     f.clock.known.join(m.joined);
@@ -56,9 +60,10 @@ void Block::arrive(Mbarrier& m, const Knowledge& known, const char* what, Site s
   m.waiters.clear();
 }
 
-// One asynchronous arrival happens, its thread's copies having landed.
+// One asynchronous arrival happens, its thread's copies having landed, or a copy by TMA lands.
 void Block::land_one() {
-  const size_t i = options.random_schedule ? random_ % arrivals_.size() : 0;
+  const size_t i = options.random_schedule ? random_ / 64 % (arrivals_.size() + loads_.size()) : 0;
+  if (i >= arrivals_.size()) return land_load(i - arrivals_.size());
   const AsyncArrival arrival = std::move(arrivals_[i]);
   arrivals_.erase(arrivals_.begin() + long(i));
   land_copies(fibers_[arrival.tid], [&](const AsyncCopy& c) { return c.batch && c.batch <= arrival.batch; });
@@ -71,6 +76,7 @@ void Block::land_one() {
 // The last thread has ended: what is still in flight is copies that nobody has waited for.
 void Block::check_end() const {
   if (!options.checks) return;
+  check_async_end();
   for (const AsyncArrival& arrival : arrivals_) {
     const auto& copies = fibers_[arrival.tid].copies;
     if (copies.empty() || copies.front().batch > arrival.batch) continue;
@@ -93,6 +99,7 @@ Diagnostic Block::deadlock() const {
                      barriers_[id].expected, site_name(barriers_[id].site).c_str());
   for (const Mbarrier& m : mbarriers_.all())
     if (!m.waiters.empty()) text += "\n  " + mbarriers_.state(m);
+  if (registers_) text += registers_->state();
   for (unsigned w = 0; w < num_warps_; w++) {
     for (unsigned first = 0; first < kWarpSize;) {  // runs of lanes in the same state
       const Fiber& f = fibers_[w * kWarpSize + first];
@@ -102,6 +109,7 @@ Diagnostic Block::deadlock() const {
         if (other.done != f.done) break;
         if (!f.done && (other.site != f.site || other.waits != f.waits)) break;
         if (f.waits == Operation::kMbarrierWait && (other.mbarrier != f.mbarrier || other.parity != f.parity)) break;
+        if (f.waits == Operation::kDrawTicket && other.tickets != f.tickets) break;
         if (f.waits == Operation::kWaitUntilEqual && (other.semaphore != f.semaphore || other.wanted != f.wanted))
           break;
       }
@@ -114,11 +122,17 @@ Diagnostic Block::deadlock() const {
       if (!f.done && f.waits == Operation::kWaitUntilEqual)
         text += format(" for %s to be %u; it is %u", global.element(f.semaphore).c_str(), f.wanted,
                        __atomic_load_n(f.semaphore, __ATOMIC_RELAXED));
+      if (!f.done && f.waits == Operation::kWgmmaWait)
+        text += warpgroups_[f.tid / kWarpgroupSize]->waits_for(f.tid % kWarpgroupSize);
+      if (!f.done && f.waits == Operation::kDrawTicket)
+        text += format(" from %s, which no block has opened", global.element(f.tickets).c_str());
       first = end;
     }
   }
   if (!waiting_.empty()) text += "\n  no other block that has started can run either; the ones before have ended";
-  return Diagnostic("deadlock", text, Diagnostic::kWholeBlock);
+  bool lacks_copies = false;
+  for (const Mbarrier& m : mbarriers_.all()) lacks_copies |= !m.waiters.empty() && Mbarriers::lacks_copies(m);
+  return Diagnostic(lacks_copies ? "mbarrier-tx-count" : "deadlock", text, Diagnostic::kWholeBlock);
 }
 
 }  // namespace emulator

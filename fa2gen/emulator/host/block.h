@@ -19,6 +19,7 @@
 #include "runtime.h"
 #include "shared_memory.h"
 #include "stacks.h"
+#include "warpgroups.h"
 
 namespace emulator {
 
@@ -43,7 +44,8 @@ class Block {
         shared(shared_bytes, num_threads / kWarpSize, how.checks),
         num_threads_(num_threads),
         num_warps_(num_threads / kWarpSize),
-        mbarriers_(shared, num_threads, how.checks),
+        agents_(num_threads),
+        mbarriers_(shared, how.checks),
         fibers_(num_threads),
         warps_(num_warps_),
         conflicts_(num_warps_),
@@ -56,8 +58,11 @@ class Block {
     random_ = (options.seed * 0x9e3779b97f4a7c15ull) ^ (number * 0xbf58476d1ce4e5b9ull) ^ 0x94d049bb133111ebull;
     shared.reset();
     std::fill(barriers_, barriers_ + kNumBarriers, Barrier{});
-    mbarriers_.reset();
-    arrivals_.clear();
+    agents_.reset(), mbarriers_.reset();
+    arrivals_.clear(), loads_.clear(), store_queues_.clear();
+    warpgroups_.clear();
+    if (registers_) registers_->reset();
+    has_async_ = false;
     additions_.clear(), waiting_.clear();
     waits_ = nullptr, threads_ordered_ = false;
     failure_.reset();
@@ -99,7 +104,7 @@ class Block {
   Accessor accessor(unsigned tid) { return {tid, warps_[tid / kWarpSize].clock, &fibers_[tid].clock}; }
   // Reads of an ldmatrix by this warp follow.
   void begin_collective() {
-    if (!shared.has_mbarriers()) return;
+    if (!shared.orders_lanes()) return;
     LaneReads::Epochs epochs;
     const unsigned w = warp_index();
     for (unsigned l = 0; l < kWarpSize; l++) epochs[l] = accessor(w * kWarpSize + l).epoch();
@@ -125,6 +130,7 @@ class Block {
     if (++w.arrived == kWarpSize) {
       w.arrived = 0;
       conflicts().flush();
+      if (!warpgroups_.empty()) check_converged();
       if (complete(w)) {
         release(warp_index(), current);
         current->waits = Operation::kNone;
@@ -163,15 +169,42 @@ class Block {
   // ---- mbarriers
 
   void mbarrier_init(unsigned address, int count) {
-    mbarriers_.init(address, count, accessor(), current->site);
+    mbarriers_.init(address, count, agents_.add(), accessor(), current->site);
     threads_ordered_ = true;
   }
-  void mbarrier_arrive(unsigned address);
+  void mbarrier_arrive(unsigned address, const char* what = "mbarrier_arrive");
   void cp_async_mbarrier_arrive(unsigned address);
   void mbarrier_wait(unsigned address, unsigned parity);
 
+  // ---- TMA (tma.cpp)
+
+  void tma_load(unsigned dst, const void* map, unsigned mbarrier, const int (&at)[4]);
+  void tma_store(const void* map, unsigned src, const int (&at)[4]);
+  void tma_store_commit();
+  void tma_store_wait_read(unsigned pending);
+  void fence_proxy_async();
+  void fence_mbarrier_init();
+  void mbarrier_arrive_expect_tx(unsigned address, unsigned bytes);
+
+  // ---- Warpgroups (warpgroups.cpp, registers.cpp)
+
+  Warpgroup& warpgroup();
+  void setmaxnreg(unsigned registers, bool increase);
+  // The current fiber waits until another one wakes it.
+  void sleep(Operation operation) {
+    current->waits = operation;
+    switch_to(next());
+  }
+  void wake(unsigned tid) {
+    fibers_[tid].waits = Operation::kNone;
+    ready_[num_ready_++] = tid;
+  }
+  void wake_warp(unsigned warp) { release(warp, nullptr); }
+
   // ---- Between blocks
 
+  void open_tickets(unsigned long long* address);
+  unsigned draw_ticket(unsigned long long* address, unsigned last);
   void add(float* address, float value, const char* what);
   void release_add(unsigned* address, unsigned value);
   void wait_until_equal(const unsigned* address, unsigned value);
@@ -269,6 +302,7 @@ class Block {
   }
 
   void check_exit() const {
+    if (options.checks) check_async_exit();
     if (!options.checks || current->copies.empty() || current->copies.back().batch) return;
     const AsyncCopy& first = *std::find_if(current->copies.begin(), current->copies.end(),
                                            [](const AsyncCopy& copy) { return copy.batch == 0; });
@@ -305,9 +339,36 @@ class Block {
   }
 
   void arrive(Mbarrier& m, const Knowledge& known, const char* what, Site site, unsigned tid);
+  void wake_waiters(Mbarrier& m);
+  bool anything_in_flight() const { return !arrivals_.empty() || !loads_.empty(); }
   void land_one();
   void check_end() const;
   Diagnostic deadlock() const;
+
+  struct InFlightLoad {
+    BulkLoad load;
+    uint32_t number = 0;  // in the shadow
+  };
+  struct BulkStore {
+    Box box;
+    unsigned group;
+    Site site;
+  };
+  // The TMA stores of one thread that have not read.
+  struct StoreQueue {
+    unsigned tid;
+    size_t agent;
+    unsigned committed, waited;  // groups
+    std::vector<BulkStore> stores;
+  };
+  void begin_async();
+  void check_box(const Box& box, const char* what) const;
+  void land_load(size_t i);
+  StoreQueue& store_queue();
+  void check_async_exit() const;
+  void check_async_end() const;
+  Diagnostic unwaited(const BulkLoad& load) const;
+  void check_converged() const;
 
   bool is_ordered(const Adder& adder);
   Diagnostic unordered(const Adder& adder, const float* address, const char* what) const;
@@ -318,10 +379,10 @@ class Block {
 
   // The fiber to run next.
   Fiber* next() {
-    if (!arrivals_.empty() && options.random_schedule && random_ % 64 == 0) land_one();
+    if (options.random_schedule && random_ % 64 == 0 && anything_in_flight()) land_one();
     if (!waiting_.empty() && random_ % 16 == 0) look_at_semaphores();
     while (num_ready_ == 0) {
-      if (!arrivals_.empty())
+      if (anything_in_flight())
         land_one();
       else if (!waiting_.empty())
         sleep_until_release();
@@ -363,8 +424,14 @@ class Block {
   }
 
   const unsigned num_threads_, num_warps_;
+  Agents agents_;
   Mbarriers mbarriers_;
   std::vector<AsyncArrival> arrivals_;  // that have not happened
+  std::vector<InFlightLoad> loads_;     // that have not landed
+  std::vector<StoreQueue> store_queues_;
+  std::vector<std::unique_ptr<Warpgroup>> warpgroups_;  // empty until one of them uses wgmma
+  std::unique_ptr<RegisterBudget> registers_;
+  bool has_async_ = false;
   std::vector<Addition> additions_;     // not made
   std::vector<unsigned> waiting_;       // threads, for semaphores
   Waits* waits_ = nullptr;              // once the block uses semaphores

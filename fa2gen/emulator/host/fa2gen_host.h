@@ -23,6 +23,17 @@ constexpr emulator::Element emulator_element<fp16>() {
   return emulator::Element::kFp16;
 }
 
+// What a header that follows adds to primitives that take floats, through a specialisation for EmulatorAny.
+struct EmulatorAny;
+template <class>
+struct EmulatorResults {
+  static constexpr bool kChecked = false;
+};
+#define EMULATOR_CHECK_RESULTS(...) \
+  if constexpr (EmulatorResults<Any>::kChecked) EmulatorResults<Any>::check(site, __VA_ARGS__)
+#define EMULATOR_CHECK_BYTES(value) \
+  if constexpr (EmulatorResults<Any>::kChecked) EmulatorResults<Any>::check_bytes(site, value)
+
 // ---- Shared memory
 
 inline u32 smem_base() { return emulator::kSmemBase; }
@@ -36,9 +47,10 @@ inline V ld_shared(u32 address, EMULATOR_SITE) {
   __builtin_memcpy(&value, emulator::read_shared(address, sizeof(V), site), sizeof(V));
   return value;
 }
-template <class V>
+template <class V, class Any = EmulatorAny>
 inline void st_shared(u32 address, V value, EMULATOR_SITE) {
   static_assert(sizeof(V) == 2 || sizeof(V) == 4 || sizeof(V) == 8 || sizeof(V) == 16, "2, 4, 8 or 16 bytes");
+  EMULATOR_CHECK_BYTES(value);
   __builtin_memcpy(emulator::write_shared(address, sizeof(V), site), &value, sizeof(V));
 }
 
@@ -51,9 +63,10 @@ inline V ld_global(gptr<T> p, EMULATOR_SITE) {
   __builtin_memcpy(&value, emulator::read_global(p.address, sizeof(V), site), sizeof(V));
   return value;
 }
-template <class T, class V>
+template <class T, class V, class Any = EmulatorAny>
 inline void st_global(gptr<T> p, V value, EMULATOR_SITE) {
   static_assert(sizeof(V) == 2 || sizeof(V) == 4 || sizeof(V) == 8 || sizeof(V) == 16, "2, 4, 8 or 16 bytes");
+  EMULATOR_CHECK_BYTES(value);
   __builtin_memcpy(emulator::write_global(p.address, sizeof(V), site), &value, sizeof(V));
 }
 template <class T>
@@ -114,9 +127,10 @@ inline void mbarrier_wait(u32 address, u32 parity, EMULATOR_SITE) { emulator::mb
 
 // ---- Warp collectives
 
-template <class T>
+template <class T, class Any = EmulatorAny>
 inline T shfl_xor(T value, int lane_mask, EMULATOR_SITE) {
   static_assert(sizeof(T) == 4, "32-bit values");
+  EMULATOR_CHECK_BYTES(value);
   u32 r;
   __builtin_memcpy(&r, &value, 4);
   r = emulator::shfl_xor(r, lane_mask, site);
@@ -144,18 +158,47 @@ inline void mma_m16n8k16_init(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, 
 // ---- Arithmetic of one thread
 
 inline float neg_inf() { return -__builtin_inff(); }
-inline float max_f32(float a, float b) { return emulator::max_f32(a, b); }
-inline float min_f32(float a, float b) { return emulator::min_f32(a, b); }
+template <class Any = EmulatorAny>
+inline float max_f32(float a, float b, EMULATOR_SITE) {
+  EMULATOR_CHECK_RESULTS(a, b);
+  return emulator::max_f32(a, b);
+}
+template <class Any = EmulatorAny>
+inline float min_f32(float a, float b, EMULATOR_SITE) {
+  EMULATOR_CHECK_RESULTS(a, b);
+  return emulator::min_f32(a, b);
+}
 inline int max_i32(int a, int b) { return a > b ? a : b; }
 inline int min_i32(int a, int b) { return a < b ? a : b; }
 inline u32 opaque(u32 x) { return x; }
-inline float fma_f32(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
-inline float abs_f32(float x) { return __builtin_fabsf(x); }
-inline float ex2(float x) { return emulator::ex2(x); }
-inline float lg2(float x) { return emulator::lg2(x); }
-inline float rcp(float x) { return emulator::rcp(x); }
-template <class Element>
-inline u32 pack2(float lo, float hi) {
+template <class Any = EmulatorAny>
+inline float fma_f32(float a, float b, float c, EMULATOR_SITE) {
+  EMULATOR_CHECK_RESULTS(a, b, c);
+  return __builtin_fmaf(a, b, c);
+}
+template <class Any = EmulatorAny>
+inline float abs_f32(float x, EMULATOR_SITE) {
+  EMULATOR_CHECK_RESULTS(x);
+  return __builtin_fabsf(x);
+}
+template <class Any = EmulatorAny>
+inline float ex2(float x, EMULATOR_SITE) {
+  EMULATOR_CHECK_RESULTS(x);
+  return emulator::ex2(x);
+}
+template <class Any = EmulatorAny>
+inline float lg2(float x, EMULATOR_SITE) {
+  EMULATOR_CHECK_RESULTS(x);
+  return emulator::lg2(x);
+}
+template <class Any = EmulatorAny>
+inline float rcp(float x, EMULATOR_SITE) {
+  EMULATOR_CHECK_RESULTS(x);
+  return emulator::rcp(x);
+}
+template <class Element, class Any = EmulatorAny>
+inline u32 pack2(float lo, float hi, EMULATOR_SITE) {
+  EMULATOR_CHECK_RESULTS(lo, hi);
   return emulator::pack2(emulator_element<Element>(), lo, hi);
 }
 template <class Element>

@@ -13,6 +13,7 @@ namespace emulator {
 struct Options {
   uint64_t seed = 1;
   bool random_schedule = true;  // any ready fiber next; otherwise mostly the one made ready last, which is faster
+  bool lazy_wgmma = false;      // wgmma reads its operands when it is waited for; otherwise as it is issued
   bool checks = true;           // the shadow of shared memory; cp.async lands late and memory is poisoned either way
 };
 
@@ -33,7 +34,12 @@ enum class Operation : uint8_t {
   kSyncThreadsOr,
   kBarSyncOr,
   kMbarrierWait,
-  kWaitUntilEqual
+  kWaitUntilEqual,
+  kStmatrix,
+  kElectOne,
+  kSetmaxnreg,
+  kWgmmaWait,
+  kDrawTicket
 };
 inline const char* operation_name(Operation operation) {
   static const char* const names[] = {"nothing",           "shfl_xor",           "uniform",
@@ -41,7 +47,9 @@ inline const char* operation_name(Operation operation) {
                                       "ldmatrix_x4_trans", "mma_m16n8k16<bf16>", "mma_m16n8k16<fp16>",
                                       "sync_warp",         "sync_threads",       "bar_sync",
                                       "bar_arrive",        "sync_threads_or",    "bar_sync_or",
-                                      "mbarrier_wait",     "wait_until_equal"};
+                                      "mbarrier_wait",     "wait_until_equal",   "stmatrix_x4",
+                                      "elect_one",         "setmaxnreg",         "wgmma_wait",
+                                      "draw_ticket"};
   return names[int(operation)];
 }
 
@@ -69,6 +77,7 @@ struct Fiber {
   unsigned mbarrier = 0, parity = 0;  // what it waits for, in mbarrier_wait
   const unsigned* semaphore = nullptr;  // and in wait_until_equal
   unsigned wanted = 0;
+  const void* tickets = nullptr;  // and in draw_ticket
 };
 
 struct Warp {

@@ -73,10 +73,25 @@ class GlobalMemory {
     check_flags(find(at, 4, 4, what, recent), at, 4, what, GlobalBuffer::kInView | GlobalBuffer::kInitialised);
   }
 
+  // A word of 8 bytes that blocks draw numbers from; it needs no value beforehand.
+  void check_tickets(void* address, const char* what, size_t& recent) {
+    const uint8_t* at = static_cast<const uint8_t*>(address);
+    GlobalBuffer& buffer = find(at, 8, 8, what, recent);
+    if (!buffer.writable)
+      throw Diagnostic("global-read-only", format("%s %s, which is an input", what, buffer.name.c_str()));
+    check_flags(buffer, at, 8, what, GlobalBuffer::kInView);
+    for (size_t i = 0; i < 4; i++)
+      set_flags(buffer.flags[size_t(at - buffer.data) / 2 + i], GlobalBuffer::kInitialised);
+  }
+
   // Each element is written once in a launch, or by atomics only, and then not read; an output's once in all launches.
   void check_write(void* address, size_t bytes, bool atomic, unsigned block, const char* what, size_t& recent) {
+    check_write(address, bytes, bytes, atomic, block, what, recent);
+  }
+  void check_write(void* address, size_t bytes, size_t alignment, bool atomic, unsigned block, const char* what,
+                   size_t& recent) {
     const uint8_t* at = static_cast<const uint8_t*>(address);
-    GlobalBuffer& buffer = find(at, bytes, bytes, what, recent);
+    GlobalBuffer& buffer = find(at, bytes, alignment, what, recent);
     const size_t offset = at - buffer.data;
     if (!buffer.writable)
       throw Diagnostic("global-read-only", format("%s %zu bytes of %s at byte %zu, which is an input", what, bytes,

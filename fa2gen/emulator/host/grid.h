@@ -3,12 +3,14 @@
 #include "additions.h"
 #include "global_memory.h"
 #include "semaphores.h"
+#include "tickets.h"
 
 namespace emulator {
 
 struct Grid {
   GlobalMemory& memory;
   Semaphores semaphores;
+  Tickets tickets;
   Additions additions;
 
   Grid(GlobalMemory& global, unsigned workers)

@@ -14,10 +14,11 @@ class LaneReads {
  public:
   using Epochs = std::array<uint32_t, kWarpSize>;
 
-  void stop() { slots_.clear(), lanes_.clear(), collectives_.clear(), known_.clear(); }
+  void stop() { pages_.clear(), slots_.clear(), lanes_.clear(), collectives_.clear(), known_.clear(); }
   void start(size_t words, unsigned num_warps) {
     num_warps_ = num_warps;
-    slots_.assign(words * num_warps, Slot{});
+    pages_.assign(words / kPageWords + 1, kNoPage);
+    slots_.clear();
     lanes_.assign(1, Epochs{});
     collectives_.assign(num_warps, std::vector<Collective>(1));
     known_.assign(size_t(num_warps) * num_warps * kWarpSize, 0);
@@ -30,7 +31,12 @@ class LaneReads {
   }
 
   void read(size_t word, Accessor who, bool collective) {
-    Slot& slot = slots_[word * num_warps_ + who.warp()];
+    uint32_t& page = pages_[word / kPageWords];
+    if (page == kNoPage) {
+      page = uint32_t(slots_.size());
+      slots_.resize(slots_.size() + kPageWords * num_warps_);
+    }
+    Slot& slot = slots_of(word)[who.warp()];
     if (collective) {  // by every lane, and later than any other ldmatrix of the warp
       slot.collective = uint32_t(collectives_[who.warp()].size()) - 1;
       slot.newest = std::max(slot.newest, collectives_[who.warp()].back().newest);
@@ -48,8 +54,10 @@ class LaneReads {
   // A warp with a read of the word that is not ordered before now, or -1. A store does not overtake an ldmatrix of its
   // own warp.
   int unordered(size_t word, Accessor who) {
+    if (pages_[word / kPageWords] == kNoPage) return -1;
+    const Slot* slots = slots_of(word);
     for (unsigned w = 0; w < num_warps_; w++) {
-      const Slot& slot = slots_[word * num_warps_ + w];
+      const Slot& slot = slots[w];
       if (slot.newest <= who.known_of_warp(w)) continue;
       if (slot.lanes && !knows(who, w, lanes_[slot.lanes])) return int(w);
       // What a thread knows it never forgets.
@@ -63,8 +71,10 @@ class LaneReads {
 
   // The word is written: reads before are ordered before that, and so before what follows the write.
   void forget(size_t word) {
+    if (pages_[word / kPageWords] == kNoPage) return;
+    Slot* slots = slots_of(word);
     for (unsigned w = 0; w < num_warps_; w++) {
-      Slot& slot = slots_[word * num_warps_ + w];
+      Slot& slot = slots[w];
       if (slot.newest == 0) continue;
       slot.newest = slot.collective = 0;
       if (slot.lanes) lanes_[slot.lanes].fill(0);
@@ -76,6 +86,11 @@ class LaneReads {
     uint32_t newest = 0, lanes = 0,
              collective = 0;  // the newest epoch of any lane; places in the lists below, 0 for none
   };
+
+  // Memory that only TMA and wgmma touch has no slots.
+  static constexpr size_t kPageWords = 256;
+  static constexpr uint32_t kNoPage = ~0u;
+  Slot* slots_of(size_t word) { return &slots_[pages_[word / kPageWords] + word % kPageWords * num_warps_]; }
 
   struct Collective {
     Epochs epochs{};
@@ -90,7 +105,8 @@ class LaneReads {
   }
 
   unsigned num_warps_ = 0;
-  std::vector<Slot> slots_;                           // [word][warp]
+  std::vector<uint32_t> pages_;                       // where a page's slots begin, kNoPage before its first read
+  std::vector<Slot> slots_;                           // of each page [word][warp]
   std::vector<Epochs> lanes_;                         // of plain reads, the newest of each lane
   std::vector<std::vector<Collective>> collectives_;  // [warp]: ldmatrix, one for each change of its lanes' epochs
   std::vector<uint32_t> known_;                       // [thread][warp]: the newest of these known to be ordered

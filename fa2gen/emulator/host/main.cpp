@@ -63,6 +63,7 @@ void read_job(Job& job) {
   if (in.value<uint32_t>() != kMagic) throw Diagnostic("protocol", "standard input holds no job");
   job.options.seed = in.value<uint64_t>();
   job.options.random_schedule = in.value<uint32_t>();
+  job.options.lazy_wgmma = in.value<uint32_t>();
   job.options.checks = in.value<uint32_t>();
   job.os_threads = in.value<uint32_t>();
   job.grid.x = in.value<uint32_t>(), job.grid.y = in.value<uint32_t>(), job.grid.z = in.value<uint32_t>();
@@ -141,6 +142,7 @@ Counters launch(Job& job) {
   for (std::thread& t : others) t.join();
   for (const auto& failure : failures)
     if (failure) throw *failure;
+  if (job.options.checks) grid.tickets.finish();
   grid.additions.finish(grid.semaphores.in_use(), job.options.seed);
   Counters sum;
   for (const Counters& c : counters) sum.add(c);

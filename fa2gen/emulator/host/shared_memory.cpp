@@ -1,4 +1,4 @@
-// Shared memory's shadow once a block has mbarriers, and what is said of a fault.
+// Shared memory's shadow once single threads are ordered, and what is said of a fault.
 #include "shared_memory.h"
 
 namespace emulator {
@@ -6,8 +6,7 @@ namespace emulator {
 void SharedMemory::make_mbarrier(unsigned address, Accessor who, Site site) {
   write(address, 8, who, false, "mbarrier_init", site);
   if (!checks_) return;
-  if (!has_mbarriers_) lane_reads_.start(words_.size(), num_warps_);
-  has_mbarriers_ = true;
+  order_lanes();
   for (unsigned i = 0; i < 2; i++) words_[(address - kSmemBase) / 4 + i].mbarrier = true;
 }
 
@@ -20,12 +19,14 @@ void SharedMemory::use_mbarrier(unsigned address, Accessor who, const char* what
 }
 
 bool SharedMemory::ordered_by_lanes(const Word& word, Accessor who) const {
+  if (word.by_tma) return who.own->known[word.writer] >= word.write_epoch;
   if (word.in_batch) return who.own->known[num_warps_ * kWarpSize + word.writer] >= word.write_epoch;
   return word.writer == who.tid || who.knows(word.writer, word.write_epoch);
 }
 
 void SharedMemory::read_by_lanes(unsigned address, unsigned bytes, Accessor who, const char* what, Site site,
                                  bool collective) {
+  if (has_async_) touch_chunk(address, false, who, what);
   const unsigned first = (address - kSmemBase) / 4, last = (address - kSmemBase + bytes - 1) / 4;
   const uint8_t need = byte_mask(address, bytes);
   for (unsigned i = first; i <= last; i++) {
@@ -40,6 +41,7 @@ void SharedMemory::read_by_lanes(unsigned address, unsigned bytes, Accessor who,
 
 void SharedMemory::write_by_lanes(unsigned address, unsigned bytes, Accessor who, bool copy, const char* what,
                                   Site site) {
+  if (has_async_) touch_chunk(address, true, who, what);
   const unsigned first = (address - kSmemBase) / 4, last = (address - kSmemBase + bytes - 1) / 4;
   const uint8_t set = byte_mask(address, bytes);
   for (unsigned i = first; i <= last; i++) {
@@ -55,7 +57,7 @@ void SharedMemory::write_by_lanes(unsigned address, unsigned bytes, Accessor who
     word.writer = uint16_t(who.tid);
     word.write_site = site;
     word.in_flight = word.by_copy = copy;
-    word.in_batch = false;
+    word.in_batch = word.by_tma = false;
     word.initialised |= set;
   }
 }
@@ -71,6 +73,11 @@ void SharedMemory::read_failed(unsigned i, uint8_t need, Accessor who, const cha
   if ((word.initialised & need) != need)
     throw Diagnostic("shared-uninitialised-read", format("%s reads %s, which nobody wrote", what, word_name(i).c_str()),
                      tid);
+  if (word.by_tma)
+    throw Diagnostic("tma-load-not-waited",
+                     format("%s reads %s, which %s brought: it has landed, but its mbarrier was not waited for", what,
+                            word_name(i).c_str(), writer_name(word).c_str()),
+                     tid);
   throw Diagnostic("shared-race-read-after-write",
                    format("%s reads %s, written by %s%s, with no barrier between", what, word_name(i).c_str(),
                           writer_name(word).c_str(),
@@ -85,6 +92,10 @@ void SharedMemory::write_failed(unsigned i, const char* what) const {
   if (word.in_flight)
     throw Diagnostic("cp-async-overwrite", format("%s at %s, where the cp.async of %s is in flight", what,
                                                   word_name(i).c_str(), writer_name(word).c_str()));
+  if (word.by_tma)
+    throw Diagnostic("tma-load-overwrite",
+                     format("%s at %s, which %s brought: it has landed, but its mbarrier was not waited for", what,
+                            word_name(i).c_str(), writer_name(word).c_str()));
   throw Diagnostic("shared-race-write-after-write", format("%s at %s, written by %s, with no barrier between", what,
                                                            word_name(i).c_str(), writer_name(word).c_str()));
 }

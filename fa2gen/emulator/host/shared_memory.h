@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "async_shadow.h"
 #include "diagnostic.h"
 #include "lane_reads.h"
 #include "thread_clock.h"
@@ -31,7 +32,7 @@ class SharedMemory {
     std::fill(reads_.begin(), reads_.end(), 0u);
     regions_.clear();
     lane_reads_.stop();
-    has_mbarriers_ = false;
+    by_lanes_ = has_async_ = false;
   }
 
   uint8_t* at(unsigned address) { return arena_.data() + (address - kSmemBase); }
@@ -46,7 +47,7 @@ class SharedMemory {
   void read(unsigned address, unsigned bytes, Accessor who, const char* what, Site site, bool collective = false) {
     check_range(address, bytes, what, who);
     if (!checks_) return;
-    if (has_mbarriers_) return read_by_lanes(address, bytes, who, what, site, collective);
+    if (by_lanes_) return read_by_lanes(address, bytes, who, what, site, collective);
     const unsigned warp = who.warp();
     const uint32_t epoch = who.clock[warp];
     const unsigned first = (address - kSmemBase) / 4, last = (address - kSmemBase + bytes - 1) / 4;
@@ -69,7 +70,7 @@ class SharedMemory {
   void write(unsigned address, unsigned bytes, Accessor who, bool copy, const char* what, Site site) {
     check_range(address, bytes, what, who);
     if (!checks_) return;
-    if (has_mbarriers_) return write_by_lanes(address, bytes, who, copy, what, site);
+    if (by_lanes_) return write_by_lanes(address, bytes, who, copy, what, site);
     const unsigned first = (address - kSmemBase) / 4, last = (address - kSmemBase + bytes - 1) / 4;
     const uint8_t set = byte_mask(address, bytes);
     for (unsigned i = first; i <= last; i++) {
@@ -109,9 +110,38 @@ class SharedMemory {
   void make_mbarrier(unsigned address, Accessor who, Site site);
   // Throws unless the mbarrier's initialisation is ordered before now.
   void use_mbarrier(unsigned address, Accessor who, const char* what) const;
-  bool has_mbarriers() const { return has_mbarriers_; }
-  // The epochs of a warp's lanes at an ldmatrix, whose reads follow; only with mbarriers.
+  // Single threads are ordered from here on: the block has an mbarrier, or something else that orders them.
+  void order_lanes() {
+    if (!checks_ || by_lanes_) return;
+    lane_reads_.start(words_.size(), num_warps_);
+    by_lanes_ = true;
+  }
+  bool orders_lanes() const { return by_lanes_; }
+  // The epochs of a warp's lanes at an ldmatrix, whose reads follow; only where lanes are ordered.
   void begin_collective(unsigned warp, const LaneReads::Epochs& epochs) { lane_reads_.begin_collective(warp, epochs); }
+
+  // ---- Asynchronous copies and reads by TMA and wgmma (shared_async.cpp)
+
+  // The first of them is to come; all else below is for blocks that have done so.
+  void start_async();
+  AsyncShadow& async() { return async_; }
+  const AsyncShadow& async() const { return async_; }
+  // A tma_load by that thread: its destination belongs to it from here on, until it lands. Returns its number.
+  uint32_t begin_load(const BulkLoad& load, Accessor who);
+  void land_load(uint32_t number);
+  // An asynchronous read of the chunk at the address, from here until who knows the reader's epoch; adds what it needs.
+  void read_async(unsigned address, unsigned reader, size_t agent, uint32_t epoch, Accessor who, const char* what,
+                  Site site, AsyncNeeds& needs);
+  void check_needs(const AsyncNeeds& needs, Accessor who, const char* what) const;
+  // The thread's stores so far are visible to the asynchronous proxy, for those who know its epoch.
+  void fence_proxy(Accessor who) {
+    if (has_async_) async_.fences[who.tid].push_back(who.epoch());
+  }
+  // The copy whose bytes are at the address, or null.
+  const BulkLoad* load_at(unsigned address) const {
+    const uint32_t number = has_async_ ? async_.chunks[(address - kSmemBase) / kChunkBytes].load : 0;
+    return number ? &async_.loads[number] : nullptr;
+  }
 
   void check_range(unsigned address, unsigned bytes, const char* what, Accessor who) const {
     if (address % bytes)
@@ -122,6 +152,12 @@ class SharedMemory {
           "shared-out-of-range",
           format("%s of %u bytes at %s; the block has %u bytes", what, bytes, place(address).c_str(), bytes_),
           int(who.tid));
+  }
+
+  void check_inside(unsigned address, unsigned bytes, const char* what) const {
+    if (address < kSmemBase || uint64_t(address) + bytes > uint64_t(kSmemBase) + bytes_)
+      throw Diagnostic("shared-out-of-range", format("%s of %u bytes at %s; the block has %u bytes", what, bytes,
+                                                     place(address).c_str(), bytes_));
   }
 
   std::string place(unsigned address) const {
@@ -139,8 +175,9 @@ class SharedMemory {
     bool in_flight : 1, by_copy : 1;
     bool in_batch : 1;  // landed by way of an mbarrier: write_epoch is the batch of the writer's copies
     bool mbarrier : 1;
+    bool by_tma : 1;  // writer is the agent of an mbarrier, write_epoch the number of its phases
     Site write_site{0}, read_site{0};
-    Word() : in_flight(false), by_copy(false), in_batch(false), mbarrier(false) {}
+    Word() : in_flight(false), by_copy(false), in_batch(false), mbarrier(false), by_tma(false) {}
   };
   struct Region {
     const char* name;
@@ -149,7 +186,7 @@ class SharedMemory {
 
   static uint8_t byte_mask(unsigned address, unsigned bytes) { return bytes >= 4 ? 15 : address % 4 ? 12 : 3; }
 
-  // Only without mbarriers, as unordered_warp.
+  // Only where whole warps are ordered, as unordered_warp.
   static bool ordered(const Word& word, Accessor who) {
     if (word.writer == who.tid) return true;
     const unsigned w = word.writer / kWarpSize;
@@ -167,10 +204,18 @@ class SharedMemory {
     return -1;
   }
 
-  // With mbarriers, single threads are ordered.
+  // Where single threads are ordered.
   void read_by_lanes(unsigned address, unsigned bytes, Accessor who, const char* what, Site site, bool collective);
   void write_by_lanes(unsigned address, unsigned bytes, Accessor who, bool copy, const char* what, Site site);
   bool ordered_by_lanes(const Word& word, Accessor who) const;
+
+  // A thread's own access to a chunk that may be the asynchronous proxy's.
+  void touch_chunk(unsigned address, bool write, Accessor who, const char* what);
+  void spread_load(size_t chunk);
+  void overwrite_words(size_t chunk, Accessor who);
+  void need_words(size_t chunk, Accessor who, const char* what, AsyncNeeds& needs);
+  [[noreturn]] void async_read_failed(size_t chunk, unsigned reader, const char* name, const char* what) const;
+  std::string load_name(const BulkLoad& load) const;
 
   [[noreturn]] void read_failed(unsigned i, uint8_t need, Accessor who, const char* what) const;
   [[noreturn]] void write_failed(unsigned i, const char* what) const;
@@ -179,6 +224,7 @@ class SharedMemory {
 
   std::string word_name(unsigned i) const { return place(kSmemBase + 4 * i); }
   static std::string writer_name(const Word& w) {
+    if (w.by_tma) return format("the tma_load at %s", site_name(w.write_site).c_str());
     return format("thread %u (warp %u) at %s", w.writer, w.writer / kWarpSize, site_name(w.write_site).c_str());
   }
 
@@ -188,7 +234,8 @@ class SharedMemory {
   std::vector<Word> words_;
   std::vector<uint32_t> reads_;  // [word][warp]: epoch << 6 | lane; up to the first mbarrier, then lane_reads_
   LaneReads lane_reads_;
-  bool has_mbarriers_ = false;
+  bool by_lanes_ = false, has_async_ = false;
+  AsyncShadow async_;
   std::vector<Region> regions_;
 };
 

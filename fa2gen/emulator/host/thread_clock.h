@@ -9,41 +9,11 @@
 #include <cstdint>
 #include <vector>
 
+#include "knowledge.h"
+
 namespace emulator {
 
 constexpr unsigned kWarpSize = 32, kMaxWarps = 32;
-
-// The newest epoch known of each agent; absent ones are 0. With T threads, agents are the threads, T + t the
-// asynchronous copies of thread t (epochs are their batches), and 2 T + m mbarrier m (epochs are its phases completed).
-// Of other blocks a thread knows what its block's threads have acquired by semaphores (semaphores.h): for each of these
-// threads, by how many of its waits.
-class Knowledge {
- public:
-  uint32_t operator[](size_t agent) const { return agent < epochs_.size() ? epochs_[agent] : 0; }
-  void clear() { epochs_.clear(), waits_.clear(); }
-  void raise(size_t agent, uint32_t epoch) { raise(epochs_, agent, epoch); }
-  uint32_t waits(size_t waiter) const { return waiter < waits_.size() ? waits_[waiter] : 0; }
-  void raise_waits(size_t waiter, uint32_t count) { raise(waits_, waiter, count); }
-  void join(const Knowledge& other) {
-    join(epochs_, other.epochs_, 0);
-    join(waits_, other.waits_, 0);
-  }
-  // Only epochs, of agents from `first` on.
-  void join_epochs(const Knowledge& other, size_t first) { join(epochs_, other.epochs_, first); }
-
- private:
-  using Epochs = std::vector<uint32_t>;
-  static void raise(Epochs& epochs, size_t i, uint32_t epoch) {
-    if (i >= epochs.size()) epochs.resize(i + 1);
-    epochs[i] = std::max(epochs[i], epoch);
-  }
-  static void join(Epochs& epochs, const Epochs& others, size_t first) {
-    if (others.size() > epochs.size()) epochs.resize(others.size());
-    for (size_t i = first; i < others.size(); i++) epochs[i] = std::max(epochs[i], others[i]);
-  }
-
-  Epochs epochs_, waits_;
-};
 
 struct ThreadClock {
   uint32_t ahead = 0;  // epochs ahead of its warp's

@@ -1,0 +1,25 @@
+"""Which kernel families can serve a call, beside what its spec says: the copy engine's rules for its tensors."""
+
+from __future__ import annotations
+
+from fa2gen.tensor_map import tma_reason
+
+from .request import Request
+
+
+def tma_obstacle(request: Request) -> str | None:
+    """Why TMA cannot read the tensors of a call in place, or None if it can.
+
+    Of a tensor that is copied the copy counts, which is contiguous. A request without strides is for sizes alone.
+    """
+    p, spec = request.problem, request.spec
+    sizes = {"q": (p.seqlen_q, p.num_heads_q), "k": (p.seqlen_k, p.num_heads_k), "v": (p.seqlen_k, p.num_heads_k)}
+    for name, (rows, heads) in sizes.items():
+        if name in request.copied or name not in request.strides:
+            continue
+        reason = tma_reason(name, (p.batch, rows, heads, spec.head_dim), request.strides[name], 0)
+        if reason is not None:
+            return reason
+    if spec.alignment != 16:
+        return "q, k or v begins at an address that is no multiple of 16 bytes"
+    return None

@@ -1,0 +1,157 @@
+"""The sm90 forward in the emulator: tiles, masks and odd lengths, both ways of running wgmma, every tunable's value."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from fa2gen.constraints import infeasible_reason
+from fa2gen.emulator import run_forward
+from fa2gen.errors import InfeasibleError
+from fa2gen.gate import check_forward
+from fa2gen.hardware import arch_limits
+from fa2gen.spec import FwdSm90Config, KernelSpec
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+# (head dim, config): one to three warpgroups; key tiles of one and a half panels and of several; each tunable's values
+# with each other's. The seeds of a case are two: wgmma runs when it is issued, and when it is waited for.
+TILES = (
+    (64, "sm90_64x64_st2_q1_ov_static_tma"),
+    (64, "sm90_192x128_st3_q2_ov_pp_dynamic_tma"),
+    (64, "sm90_128x176_st2_q2_ov_pp_static_direct"),
+    (128, "sm90_128x128_st2_q2_ov_pp_static_tma"),
+    (128, "sm90_128x96_st1_q1_ov_dynamic_direct"),
+    (128, "sm90_192x80_st2_q1_static_tma"),
+    (128, "sm90_128x112_st2_q1_ps_ov_pp_dynamic_tma"),
+    (128, "sm90_64x144_st2_q2_ps_static_direct"),
+    (96, "sm90_128x128_st2_q1_ov_pp_dynamic_tma"),
+    (40, "sm90_192x48_st4_q2_pp_static_direct"),
+    (192, "sm90_128x112_st2_q1_ov_pp_static_tma"),
+    (256, "sm90_128x80_st2_q1_ov_pp_dynamic_direct"),
+    (256, "sm90_64x64_st2_q1_ps_ov_static_tma"),
+)
+# One key, one query; several tiles; more queries than keys, where rows and whole tiles see none; just above and below
+# the borders of tiles.
+SHAPES = ((1, 1), (113, 203), (203, 113), (300, 333), (65, 257), (193, 64))
+CASES = [
+    (head_dim, slug, causal, seqlens)
+    for number, (head_dim, slug) in enumerate(TILES)
+    for causal in (False, True)
+    for seqlens in SHAPES[(number + causal) % 2 :: 2]
+]
+
+
+def _inputs(spec: KernelSpec, seqlen_q: int, seqlen_k: int, heads_k: int = 1, batch: int = 1) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seqlen_q * 31 + seqlen_k)
+    return [
+        torch.randn(batch, seqlen, heads, spec.head_dim, generator=generator).to(DTYPES[spec.dtype])
+        for seqlen, heads in ((seqlen_q, heads_k * spec.gqa_ratio), (seqlen_k, heads_k), (seqlen_k, heads_k))
+    ]
+
+
+def _check(spec: KernelSpec, config: FwdSm90Config, q: Tensor, k: Tensor, v: Tensor, **options: object) -> None:
+    scale = spec.head_dim**-0.5
+    out, lse, counters = run_forward(spec, config, q, k, v, softmax_scale=scale, **options)
+    report = check_forward(out, lse, q, k, v, causal=spec.causal, softmax_scale=scale)
+    assert report.passed, report.text
+    assert counters.ldmatrix_conflicts == counters.st_shared_conflicts == 0
+
+
+def test_there_are_enough_cases_and_they_are_legal() -> None:
+    assert len(CASES) >= 60
+    for head_dim, slug, causal, _ in CASES:
+        spec, config = KernelSpec(head_dim=head_dim, causal=causal), FwdSm90Config.from_slug(slug)
+        assert infeasible_reason(spec, config, arch_limits((9, 0))) is None, slug
+    configs = [FwdSm90Config.from_slug(slug) for _, slug in TILES]
+    for name in ("block_m", "num_stages", "q_stages", "p_in_smem", "overlap", "ping_pong", "scheduler", "epilogue"):
+        assert len({getattr(config, name) for config in configs}) > 1, name
+
+
+@pytest.mark.parametrize(("head_dim", "slug", "causal", "seqlens"), CASES)
+def test_tiles_masks_and_lengths(head_dim: int, slug: str, causal: bool, seqlens: tuple[int, int]) -> None:
+    number = CASES.index((head_dim, slug, causal, seqlens))
+    spec = KernelSpec(
+        head_dim=head_dim, dtype=("bf16", "fp16")[number // 3 % 2], causal=causal, gqa_ratio=1 + number // 6 % 2
+    )
+    config = FwdSm90Config.from_slug(slug)
+    q, k, v = _inputs(spec, *seqlens)
+    for seed in (1, 2):
+        _check(spec, config, q, k, v, seed=seed, num_sms=1 + number % 3)
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+@pytest.mark.parametrize("num_sms", [1, 2, 5])
+@pytest.mark.parametrize("scheduler", ["static", "dynamic"])
+def test_blocks_share_the_tiles(scheduler: str, num_sms: int, threads: int) -> None:
+    """Two sections of heads, several query tiles of each, blocks in turns and at the same time."""
+    spec = KernelSpec(head_dim=64, causal=True, gqa_ratio=3)
+    config = FwdSm90Config(block_m=64, block_n=64, q_stages=2, ping_pong=False, scheduler=scheduler)
+    _check(spec, config, *_inputs(spec, 130, 150, 2, 2), num_sms=num_sms, threads=threads)
+
+
+@pytest.mark.parametrize("epilogue", ["tma", "direct"])
+@pytest.mark.parametrize("head_dim", [8, 16, 24, 40, 72, 88, 104, 136, 200, 248])
+def test_head_dims_that_fill_no_panel(head_dim: int, epilogue: str) -> None:
+    """Columns beyond are zeros of TMA's, and are not written: the emulator forbids what lies between the rows."""
+    spec = KernelSpec(head_dim=head_dim, causal=True)
+    config = FwdSm90Config(block_m=64, block_n=64, ping_pong=False, epilogue=epilogue)
+    q, k, v = _inputs(spec, 70, 90)
+    out = torch.full((1, 70, 1, head_dim + 8), math.nan).to(q.dtype)[..., :head_dim]
+    _check(spec, config, q, k, v, out=out)
+
+
+@pytest.mark.parametrize("layout", ["heads first", "slices of NaN", "repeated heads"])
+def test_views_that_tma_reads(layout: str) -> None:
+    spec = KernelSpec(head_dim=64, gqa_ratio=2)
+    config = FwdSm90Config(block_m=64, block_n=64, ping_pong=False)
+
+    def view(x: Tensor) -> Tensor:
+        batch, seqlen, heads, head_dim = x.shape
+        if layout == "heads first":
+            return x.transpose(1, 2).contiguous().transpose(1, 2)
+        if layout == "repeated heads":
+            return x[:, :, :1].expand(-1, -1, heads, -1)
+        room = torch.full((batch, seqlen + 1, heads, head_dim + 8), math.nan).to(x.dtype)
+        return room[:, :seqlen, :, 8:].copy_(x)
+
+    _check(spec, config, *map(view, _inputs(spec, 70, 90, 2, 2)))
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("amount", [60.0, 3000.0, 1e6])
+def test_logits_that_grow_along_the_keys(amount: float, overlap: bool) -> None:
+    """Every tile brings a new maximum; the largest references take the other form of the exponent."""
+    spec = KernelSpec(head_dim=64)
+    config = FwdSm90Config(block_m=64, block_n=64, ping_pong=False, overlap=overlap)
+    q, k, v = _inputs(spec, 70, 300)
+    # Tiles are taken from the right, so that keys grow to the left.
+    k = (k.float() * torch.linspace(amount, 0.1, 300)[None, :, None, None]).to(k.dtype)
+    _check(spec, config, q, k, v)
+
+
+def test_a_config_for_other_chips_is_refused() -> None:
+    spec = KernelSpec(head_dim=59, alignment=2)
+    with pytest.raises(InfeasibleError, match="TMA, which needs 16-byte alignment"):
+        run_forward(spec, FwdSm90Config(), *_inputs(spec, 4, 4), softmax_scale=1.0)
+    config = FwdSm90Config()
+    for capability in ((8, 0), (10, 0)):
+        reason = infeasible_reason(KernelSpec(), config, arch_limits(capability))
+        assert reason is not None
+        assert "compute capability 9.0" in reason
+
+
+def test_levers_meet_each_other() -> None:
+    """All combinations of what decides the order of waits, on one shape with several tiles for each block."""
+    spec = KernelSpec(head_dim=64, causal=True)
+    q, k, v = _inputs(spec, 200, 230)
+    for p_in_smem, overlap, ping_pong, q_stages in itertools.product(
+        (False, True), (False, True), (False, True), (1, 2)
+    ):
+        config = FwdSm90Config(
+            block_m=128, block_n=64, q_stages=q_stages, p_in_smem=p_in_smem, overlap=overlap, ping_pong=ping_pong
+        )
+        _check(spec, config, q, k, v, num_sms=1, seed=1 + q_stages)
