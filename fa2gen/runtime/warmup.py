@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fa2gen.codegen import kernels_of
 from fa2gen.compile import compile_many, kernel_source
+from fa2gen.constraints_sm90 import compile_target
 from fa2gen.driver import unavailable_reason
 from fa2gen.errors import ArgumentError, CompileError, GateError, LaunchError
 from fa2gen.gate import BackwardRunner, Runner, backward_cases, forward_cases, run_backward_gate, run_gate
@@ -121,7 +122,12 @@ def warmup_specs(
     matches = [match_config(request, index, None) for request in requests]
     target = device_gpu(index).target
     names = [(i, name) for i, request in enumerate(requests) for name in kernels_of(request.spec.kind)]
-    compiled = compile_many([(kernel_source(requests[i].spec, matches[i].config, name), target) for i, name in names])
+    compiled = compile_many(
+        [
+            (kernel_source(requests[i].spec, matches[i].config, name), compile_target(matches[i].config, target))
+            for i, name in names
+        ]
+    )
     for (i, name), kernel in zip(names, compiled, strict=True):
         if isinstance(kernel, CompileError):
             raise kernel
