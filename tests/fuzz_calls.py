@@ -132,7 +132,7 @@ def kernel_pool(arch: ArchLimits, *, count: int, from_tables: int, max_head_dim:
 def random_config(spec: KernelSpec, arch: ArchLimits, rng: random.Random) -> FwdConfig:
     """Any member of the tuner's space of a spec, each tunable drawn alone; the rare values get their chance."""
     for _ in range(100_000):
-        grid = GRIDS[spec.kind]
+        grid = GRIDS[spec.kind]["sm80"]
         config = grid.config_of({name: rng.choice(values) for name, values in grid.values.items()})
         if config is not None and exclusion_reason(spec, config, arch) is None:
             return config

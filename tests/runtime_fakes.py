@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fa2gen.codegen import param_struct
-from fa2gen.constraints import compile_target
+from fa2gen.constraints_sm90 import compile_target
 from fa2gen.hardware import get_gpu
 from fa2gen.runtime import plan, plan_backward, plan_forward, request
 from fa2gen.spec import Config, KernelSpec

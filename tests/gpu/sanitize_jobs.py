@@ -13,7 +13,8 @@ from torch import Tensor
 
 from fa2gen.codegen import PARAMS, kernels_of, param_struct, render_kernel
 from fa2gen.compile import CompiledKernel, compile_many
-from fa2gen.constraints import compile_target, infeasible_reason
+from fa2gen.constraints import infeasible_reason
+from fa2gen.constraints_sm90 import compile_target
 from fa2gen.errors import CompileError
 from fa2gen.gate import GateCase, check_backward, check_forward, laid_out, make_gradients, make_inputs
 from fa2gen.hardware import Gpu

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from fa2gen.codegen import render_kernel
 from fa2gen.compile import compile_many
-from fa2gen.constraints import compile_target, infeasible_reason
+from fa2gen.constraints import infeasible_reason
+from fa2gen.constraints_sm90 import compile_target
 from fa2gen.errors import CompileError, InfeasibleError
 from fa2gen.gate import check_forward
 from fa2gen.hardware import arch_limits

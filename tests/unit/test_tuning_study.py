@@ -156,8 +156,8 @@ def test_another_grid_is_another_study(monkeypatch):
     # Optuna refuses a study whose parameters had other values.
     arguments = ("a100", SPEC, BUCKET, "sm80", "t", "s", "measured")
     before = study_name(*arguments)
-    grid = GRIDS[SPEC.kind]
-    monkeypatch.setitem(GRIDS, SPEC.kind, replace(grid, values={**grid.values, "num_warps": (4,)}))
+    grid = GRIDS[SPEC.kind]["sm80"]
+    monkeypatch.setitem(GRIDS[SPEC.kind], "sm80", replace(grid, values={**grid.values, "num_warps": (4,)}))
     assert study_name(*arguments) != before
 
 
