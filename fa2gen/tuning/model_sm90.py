@@ -12,8 +12,8 @@ Rates are those of an H200: tensor 4096 FLOPs a clock and SM (the ceilings of on
 at a time are in ``_TENSOR_SHARE``), exp2 16 a clock and SM. The other constants are fitted to 60 times of an H200: 20
 configs of head dims 64, 128 and 256, full and causal, each at 1k, 4k and 8k queries and keys, bf16, 16k tokens, hidden
 2048. They are met to 2.8 % (root mean square; at most 9 %), and configs that differ by more than 3 % come in their
-order: ``tests/unit/test_tuning_model_sm90.py`` holds this. Other head dims, turns without overlap and other numbers of
-stages are not among them: what is said of those is the model's word alone.
+order or are level to 1 %: ``tests/unit/test_tuning_model_sm90.py`` holds this. Other head dims, turns without overlap
+and other numbers of stages are not among them: what is said of those is the model's word alone.
 """
 
 from __future__ import annotations
@@ -64,8 +64,10 @@ _SUSTAINED_CLOCK = 0.824
 _LAUNCH_MS = 0.0045
 # Bytes a clock and SM of L2's reads by TMA (profiler: 37 % of the peak at 5 TB/s), and how sharply it and HBM bound.
 _L2_BYTES, _MEMORY_SHARPNESS = 58.0, 6.0
-# Slowdown for each register that a thread lacks: such a kernel spills, and is no candidate.
-_PRESSURE = 0.1
+# Registers beyond the lower estimate of constraints.py that consumers want for a schedule without stalls, of two and
+# three; slowdown for each that is missing. (H200, head dim 128, 4k and 8k keys, an earlier kernel of this structure:
+# tiles of 176 keys 3 to 8 % behind those of 128.) And for each that is spilled: such a kernel is no candidate.
+_SCHEDULE_REGISTERS, _PRESSURE, _SPILL_PRESSURE = {1: 0, 2: 28, 3: 8}, 0.005, 0.1
 
 
 def estimate_facts(spec: KernelSpec, config: FwdSm90Config) -> Facts:
@@ -85,7 +87,7 @@ def predict(spec: KernelSpec, config: FwdSm90Config, problem: Problem, gpu: Gpu,
         return Prediction(_LAUNCH_MS, 1)
     tile = _key_tile(spec, config)
     edge = _edge_clocks(spec, config, tile)
-    pressure = 1 + _PRESSURE * facts.spill_bytes / 8
+    pressure = _pressure(spec, config, facts)
 
     def block_clocks(together: int, tiles: float, masked: float) -> float:
         """SM time of a query tile; ``together`` is 1 throughout."""
@@ -147,6 +149,13 @@ def _key_tile(spec: KernelSpec, config: FwdSm90Config) -> _KeyTile:
     # K and V of a tile are awaited where those before take less time than a load.
     clocks += max(0.0, _LOAD_LATENCY - (config.num_stages - 1) * clocks)
     return _KeyTile(2 * product, issue, mufu, softmax, qk, pv, clocks, _MASK_ISSUES * scores * groups)
+
+
+def _pressure(spec: KernelSpec, config: FwdSm90Config, facts: Facts) -> float:
+    """Slowdown by missing registers."""
+    spare = consumer_registers(config) - estimate_registers(spec, config)
+    missing = max(0, _SCHEDULE_REGISTERS[config.warpgroups] - spare)
+    return 1 + _PRESSURE * missing + _SPILL_PRESSURE * facts.spill_bytes / 8
 
 
 def _edge_clocks(spec: KernelSpec, config: FwdSm90Config, tile: _KeyTile) -> float:

@@ -32,8 +32,8 @@ def shortlist(
     """A family's legal configs that its model, before compiling, expects to be fastest over the problems; best first.
 
     Each problem counts alike: configs are ordered by the mean of their time over the problem's best time. Of those that
-    differ in stages and residency alone the first comes before all others: what the model says of them is within its
-    error, and they would crowd out other shapes.
+    differ in stages and residency alone (of the sm90 family, in all but tiles and products) the first comes before all
+    others: what the model says of them is within its error, and they would crowd out other shapes.
     """
     configs = legal_space(spec, gpu, family).configs
     if all(problem.seqlen_q >= _PACKING_SEQLEN for problem in problems):
@@ -50,9 +50,9 @@ def shortlist(
 
 
 def _kind(config: Config) -> Config:
-    """What configs that differ in stages and residency alone have in common; one block of sm90 fills an SM."""
+    """What configs of one shape have in common, see :func:`shortlist`; one block of the sm90 family fills an SM."""
     if isinstance(config, FwdSm90Config):
-        return replace(config, num_stages=1)
+        return replace(config, num_stages=1, q_stages=1, scheduler="static", epilogue="tma")
     return replace(config, num_stages=1, min_blocks=1)
 
 
@@ -96,7 +96,7 @@ def spill_reason(build: Build) -> str | None:
     main = main_kernel(build)
     resources = main.resources
     if isinstance(main.source.config, FwdSm90Config) and (resources.spills or resources.stack_bytes):
-        # While wgmma runs, what its registers hold cannot move: good kernels of the family have none (250 compiled).
+        # While wgmma runs, what its registers hold cannot move: good kernels of the family have none (290 compiled).
         return f"{resources.spill_store_bytes} bytes of spill stores, {resources.stack_bytes} of stack a thread"
     if resources.spill_store_bytes > MAX_SPILL_BYTES:
         return f"{resources.spill_store_bytes} bytes of spill stores a thread, more than {MAX_SPILL_BYTES}"

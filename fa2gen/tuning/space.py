@@ -1,7 +1,8 @@
 """Which configs are worth trying for a spec on a GPU, and for every other one the reason why not.
 
-Legality itself is decided in ``constraints.py``; the grids (``space_forward.py``, ``space_sm90.py``,
-``space_backward.py``) list what there is and drop what would compile to the same code as another member, or is known to lose everywhere.
+Legality itself is decided in ``constraints.py``; the grids (``space_forward.py``, ``space_sm90.py`` and
+``space_backward.py``) list what there is and drop what would compile to the same code as another member, or is known to
+lose everywhere.
 """
 
 from __future__ import annotations

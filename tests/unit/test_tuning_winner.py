@@ -48,7 +48,9 @@ def hold(root, config=OLD, template="old templates", **options):
 
 
 def run(rooms, tmp_path, **options):
-    return tune([REQUEST], H200, out=tmp_path / "tables", tools=rooms.tools(), **{"trials": 4, **options})
+    return tune(
+        [REQUEST], H200, out=tmp_path / "tables", tools=rooms.tools(), **{"trials": 4, "families": ("sm80",), **options}
+    )
 
 
 def in_table(tmp_path):
