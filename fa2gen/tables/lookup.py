@@ -5,16 +5,16 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from fa2gen.constraints import borrowed_config, default_config_on, infeasible_reason
 from fa2gen.errors import TableError
 from fa2gen.hardware import Gpu
 from fa2gen.problem import Bucket
-from fa2gen.spec import Config, KernelSpec
+from fa2gen.spec import FAMILIES, Config, KernelSpec
 
 from . import store
 from .merge import TemplateHash, is_current, is_gated, is_measured
@@ -100,9 +100,13 @@ def lookup(
     GQA ratio; another GPU of the same target; the default config of the GPU's architecture. Later steps include the
     earlier relaxations. Kind and causal never relax, and what is relaxed is where the config comes from: the caller's
     own spec is compiled, deterministic where it says so. What a borrowed config may not do for this spec it does
-    without (:func:`fa2gen.constraints.borrowed_config`). Of equally near entries a measured one wins, then the
-    family that is fastest by its table's own times, then one of today's templates over one that is stale but passed the
-    gate again, then the earlier root's (the user's over the package's), then the newer.
+    without (:func:`fa2gen.constraints.borrowed_config`). Of equally near entries a measured one wins, then one of
+    today's templates over one that is stale but passed the gate again, then the earlier root's (the user's over the
+    package's), then the newer.
+
+    Where several families serve the call each is asked like that, and of the measured ones that whose entry does most
+    operations a second is taken: between families lies more (1.6 on an H200, causal or not) than between neighbours of
+    one. But for one whose sizes are further away than the neighbouring class: it may be fast at what the call is not.
 
     Args:
         spec: The caller's spec.
@@ -120,15 +124,21 @@ def lookup(
     """
     if strict is None:
         strict = os.environ.get("FA2GEN_STRICT", "") not in ("", "0")
-    stale = False
     candidates = list(_candidates(spec, bucket, gpu, store.search_dirs() if roots is None else roots, families))
     candidates.sort(key=lambda candidate: candidate.cost)
-    for _, group in itertools.groupby(candidates, key=lambda candidate: candidate.cost):
-        best, passed_over = _best(list(group), template_hash)
-        stale = stale or passed_over
+    found: list[tuple[_Candidate, Match]] = []
+    stale = False
+    for family in FAMILIES[spec.kind]:
+        mine = [candidate for candidate in candidates if candidate.config.family == family]
+        best, passed_over = _nearest(mine, template_hash)
+        stale = stale or (passed_over and best is None)
         if best is not None:
-            match = best.match(stale, template_hash)
-            break
+            found.append((best, best.match(passed_over, template_hash)))
+    exact = [each for each in found if each[1].source == "exact"]
+    if found:
+        match = _between_families(exact if strict and exact else found)
+        # A family whose entries all are stale might have been the better one.
+        match = replace(match, stale=match.stale or stale)
     else:
         match = Match(default_config_on(spec, gpu.arch, families), DEFAULT_SOURCE, 0.0, stale, None)
     if strict and match.source != "exact":
@@ -170,6 +180,12 @@ class _Candidate:
     gpu: str
     root: int
 
+    @property
+    def flops_per_ms(self) -> float:
+        """Operations that the entry's own problem needs, over its time."""
+        measurement = self.entry.measurement
+        return measurement.problem.flops(self.entry.spec) / measurement.ms
+
     def is_usable(self, template_hash: TemplateHash | None) -> bool:
         """Of today's templates, or gated with them."""
         entry = self.entry
@@ -191,42 +207,48 @@ class _Candidate:
         )
 
 
+# Powers of two between buckets, up to which times of one tell about the other: one class in both lengths, and waves.
+_NEIGHBOURS = 2.5
+
+
+def _between_families(found: Sequence[tuple[_Candidate, Match]]) -> Match:
+    """Of the families' answers, all of which can serve the call, the one to take (see :func:`lookup`)."""
+    nearest = min(candidate.cost.bucket for candidate, _ in found)
+    near = [each for each in found if each[0].cost.bucket <= nearest + _NEIGHBOURS]
+    near = [each for each in near if is_measured(each[0].entry)] or near
+    return max(near, key=lambda each: each[0].flops_per_ms)[1]
+
+
+def _nearest(candidates: Sequence[_Candidate], template_hash: TemplateHash | None) -> tuple[_Candidate | None, bool]:
+    """Of one family's candidates, sorted by cost, the one to take, and whether nearer ones are stale."""
+    stale = False
+    for _, group in itertools.groupby(candidates, key=lambda candidate: candidate.cost):
+        best, passed_over = _best(list(group), template_hash)
+        stale = stale or passed_over
+        if best is not None:
+            return best, stale
+    return None, stale
+
+
 def _best(candidates: Sequence[_Candidate], template_hash: TemplateHash | None) -> tuple[_Candidate | None, bool]:
     """Of equally near candidates the one to take (see :func:`lookup`), and whether better ones are stale."""
     usable = [candidate for candidate in candidates if candidate.is_usable(template_hash)]
     if not usable:
         return None, bool(candidates)
-    best = min(usable, key=_order(usable, template_hash))
-    order = _order(candidates, template_hash)
-    return best, any(order(other) < order(best) for other in candidates if other not in usable)
+    best = min(usable, key=lambda candidate: _order(candidate, template_hash))
+    order = _order(best, template_hash)
+    return best, any(_order(other, template_hash) < order for other in candidates if other not in usable)
 
 
-def _order(
-    candidates: Sequence[_Candidate], template_hash: TemplateHash | None
-) -> Callable[[_Candidate], tuple[bool, bool, bool, int, int]]:
-    """A key to sort equally near candidates by, the best first."""
-
-    def rivals(candidate: _Candidate) -> tuple[Any, ...]:
-        """Entries of several families for the same calls. Times of two tables do not compare: other machines' maybe."""
-        entry = candidate.entry
-        return candidate.root, candidate.gpu, entry.spec, entry.bucket, is_measured(entry)
-
-    fastest: dict[tuple[Any, ...], float] = {}
-    for candidate in candidates:
-        key, ms = rivals(candidate), candidate.entry.measurement.ms
-        fastest[key] = min(ms, fastest.get(key, ms))
-
-    def order(candidate: _Candidate) -> tuple[bool, bool, bool, int, int]:
-        entry = candidate.entry
-        return (
-            not is_measured(entry),
-            entry.measurement.ms > fastest[rivals(candidate)],
-            not is_current(entry, template_hash),
-            candidate.root,
-            -int("".join(filter(str.isdigit, entry.provenance.utc))),
-        )
-
-    return order
+def _order(candidate: _Candidate, template_hash: TemplateHash | None) -> tuple[bool, bool, int, int]:
+    """A key to sort equally near candidates of a family by, the best first."""
+    entry = candidate.entry
+    return (
+        not is_measured(entry),
+        not is_current(entry, template_hash),
+        candidate.root,
+        -int("".join(filter(str.isdigit, entry.provenance.utc))),
+    )
 
 
 def _kind_options(spec: KernelSpec) -> str:
