@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from .codegen import param_struct, render_kernel, template_hash
 from .compile import CompiledKernel, compile_kernel
-from .constraints import default_config, estimate_registers, infeasible_reason, smem_bytes
+from .constraints import compile_target, default_config, estimate_registers, infeasible_reason, smem_bytes
 from .constraints_sm90 import RegisterSplit, register_split
 from .errors import CompileError, ToolchainError
 from .explain_grid import Grid as Grid
@@ -335,7 +335,7 @@ def _registers(spec: KernelSpec, config: Config, gpu: Gpu, *, compile: bool) -> 
     note = "not compiled"
     if compile:
         try:
-            compiled = compile_kernel(render_kernel(spec, config), gpu.target)
+            compiled = compile_kernel(render_kernel(spec, config), compile_target(config, gpu.target))
             return Registers(least, cap, facts_of((compiled,)), compiled, split=split)
         except (ToolchainError, CompileError) as error:
             note = str(error)
