@@ -225,7 +225,7 @@ def _tiles_of_a_block(e: Explanation) -> str:
         f", {count_text(grid.tail, 'block')} one more; {grid.efficiency:.1%} of the slots filled" if grid.tail else ""
     )
     drawn = isinstance(config, FwdSm90Config) and config.scheduler == "dynamic"
-    taken = "blocks take the next one as they finish" if drawn else "every n-th of n blocks"
+    taken = "blocks take the next as they finish" if drawn else "they go to the blocks in turn"
     order = ", longest first" if e.spec.causal else ""
     return f"{grid.waves:,.2f}: {each}{more}; {taken}{order}"
 

@@ -88,13 +88,13 @@ def test_blocks_walk_over_tiles() -> None:
     text = " ".join(explanation_text(e).split())
     assert "tiles 2,048 = 4 x 16 heads x 32 query tiles of 128" in text
     assert "blocks 132, at most one for each SM; they walk over the tiles" in text
-    assert "tiles of a block 15.52: 15 each, 68 blocks one more; 97.0% of the slots filled; every n-th of n" in text
-    assert "longest first" in text
+    assert "tiles of a block 15.52: 15 each, 68 blocks one more; 97.0% of the slots filled" in text
+    assert "they go to the blocks in turn, longest first" in text
     form = explanation_json(e)["grid"]
     assert (form["persistent"], form["blocks"], form["tiles"], form["tiles_per_block"]) == (True, 132, 2048, [15, 16])
     drawn = explained(KernelSpec(), config=FwdSm90Config(scheduler="dynamic"))
     text = " ".join(explanation_text(drawn).split())
-    assert "blocks take the next one as they finish" in text
+    assert "blocks take the next as they finish" in text
     assert "longest first" not in text
 
 
