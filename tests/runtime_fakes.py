@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fa2gen.codegen import param_struct
-from fa2gen.constraints import compile_target
+from fa2gen.constraints_sm90 import compile_target
 from fa2gen.hardware import get_gpu
 from fa2gen.runtime import plan, plan_backward, plan_forward, request
 from fa2gen.spec import Config, KernelSpec
@@ -60,6 +61,8 @@ class FakeDevice:
         self.compiler_error: Exception | None = None
         monkeypatch.setattr(request, "_backend", lambda backend, device: "cuda")
         monkeypatch.setattr(plan, "device_gpu", lambda index: self.gpu)
+        # By name: in the package, the function of the same name hides the module.
+        monkeypatch.setattr(sys.modules["fa2gen.runtime.describe"], "device_gpu", lambda index: self.gpu)
         monkeypatch.setattr(plan_forward, "map_packer", lambda map, index: lambda address: fake_map(map, address))
         monkeypatch.setattr(plan, "compile_kernel", self._compile)
         monkeypatch.setattr(plan, "compile_many", self._compile_many)

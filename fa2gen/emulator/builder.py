@@ -39,6 +39,7 @@ RUNTIME_SOURCES = (
     "primitives_sm90.cpp",
     "tma.cpp",
     "warpgroups.cpp",
+    "wgmma_operands.cpp",
     "wgmma_product.cpp",
     "registers.cpp",
     "main.cpp",

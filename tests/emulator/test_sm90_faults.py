@@ -9,6 +9,7 @@ import pytest
 
 from fa2gen.emulator import EmulatedKernel, build
 from fa2gen.errors import EmulatorError
+from fa2gen.tensor_map import TensorMap
 from tests.emulator.test_sm90_primitives import run_probe
 from tests.sm90_kernels import MappedTensor, Sm90Probe, counting, sm90_source
 
@@ -270,3 +271,56 @@ def test_fault_is_named(kernel: EmulatedKernel, name: str) -> None:
                 error = caught.value
                 assert any(error.name.startswith(each) for each in expected.split("|")), str(error)
                 assert says in str(error), str(error)
+
+
+def _fault(probe: Sm90Probe, text: str, **options: object) -> EmulatorError:
+    kernel = build(sm90_source({"fault": f"{text}\n  st_global(p.out + tid, u32(tid));"}, "host", "bf16", SHAPES))
+    with pytest.raises(EmulatorError) as caught:
+        run_probe(kernel, probe, 0, **options)
+    return caught.value
+
+
+def test_maps_that_show_more_than_the_tensor() -> None:
+    """TMA follows the map, wherever it leads."""
+
+    class Longer(MappedTensor):
+        def map(self, name: str) -> TensorMap:
+            map = super().map(name)
+            return dataclasses.replace(map, sizes=(map.sizes[0], 2 * map.sizes[1], *map.sizes[2:]))
+
+    probe = dataclasses.replace(PROBE, a=Longer(A.values, A.box), o=Longer(PROBE.o.values, PROBE.o.box))
+    load = LOADED.replace("tile, p.a, smem, 0, 0", "tile, p.a, smem, 0, 96")
+    error = _fault(probe, load)
+    assert error.name == "global-out-of-range"
+    assert "tma_load reads" in str(error)
+    error = _fault(probe, f"{FILL} {FENCE} sync_threads(); {STORE.replace('0, 0, 0, 0', '0, 32, 0, 0')}")
+    assert error.name == "global-out-of-range"
+    assert "tma_store writes" in str(error)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_tickets_that_a_later_block_opens(threads: int) -> None:
+    text = """if (tid == 0) {
+    if (blockIdx.x == 1) open_tickets(p.tickets);
+    draw_ticket(p.tickets, gridDim.x - 1);
+  }"""
+    error = _fault(dataclasses.replace(PROBE, grid=3), text, threads=threads)
+    assert error.name == "deadlock"
+    assert "draw_ticket" in str(error) or "was opened by block number 1" in str(error)
+
+
+def test_a_block_without_whole_warpgroups() -> None:
+    text = "wgmma_fence(); st_global(p.out + tid, u32(tid));"
+    kernel = build(sm90_source({"fault": text}, "host", "bf16", SHAPES, num_threads=192))
+    with pytest.raises(EmulatorError) as caught:
+        run_probe(kernel, PROBE, 0)
+    assert caught.value.name == "warpgroup-divergence"
+    assert "fewer than four warps" in str(caught.value)
+
+
+def test_more_registers_than_a_small_block_has() -> None:
+    kernel = build(sm90_source({"fault": "setmaxnreg_inc<256>();"}, "host", "bf16", SHAPES, num_threads=128))
+    with pytest.raises(EmulatorError) as caught:
+        run_probe(kernel, PROBE, 0)
+    assert caught.value.name == "setmaxnreg-budget"
+    assert "have 248 registers a thread each at entry" in str(caught.value)

@@ -101,7 +101,7 @@ def test_the_other_family_serves_what_tma_cannot_read(device: FakeDevice) -> Non
     said = describe(q, odd, odd)
     assert said.config == device.kernels[0].config
     assert said.obstacle is not None
-    assert "k has a row stride of 134 elements, which is no multiple of 16 bytes" in said.obstacle
+    assert "k has a batch stride of 27202 elements, which is no multiple of 16 bytes" in said.obstacle
     assert "family   sm80, since TMA cannot read the tensors: k has" in str(said)
     assert describe(q, k, v).obstacle is None
 

@@ -1,7 +1,95 @@
-// What a block does with its mbarriers, and what it says when no thread can run.
+// What a block does at its barriers and mbarriers, how its threads begin and end, and what it says when none can run.
 #include "block.h"
 
 namespace emulator {
+
+// The whole warp has reached a barrier.
+bool Block::arrive(Warp& w, Operation operation, int id, int threads) {
+  counters.barriers++;
+  const unsigned me = warp_index();
+  Barrier& b = barriers_[id];
+  if (b.arrived == 0) {
+    b.expected = threads, b.operation = operation, b.site = w.site;
+  } else {
+    if (b.expected != threads)
+      throw Diagnostic("barrier-count", format("barrier %d with %d threads, but with %d at %s", id, threads, b.expected,
+                                               site_name(b.site).c_str()));
+    // A block-wide barrier that pairs two places in the text means that a warp skipped one of them.
+    if ((of_whole_block(operation) || of_whole_block(b.operation)) && b.site != w.site)
+      throw Diagnostic("barrier-site",
+                       format("%s meets other warps' %s at %s: a warp skipped a barrier", operation_name(operation),
+                              operation_name(b.operation), site_name(b.site).c_str()));
+  }
+  b.arrived += kWarpSize;
+  if (b.arrived > b.expected)
+    throw Diagnostic("barrier-count", format("barrier %d: more than %d threads arrived", id, b.expected));
+  synchronise(me);
+  for (unsigned u = 0; u < num_warps_; u++) b.joined[u] = std::max(b.joined[u], u == me ? w.clock[u] - 1 : w.clock[u]);
+  if (threads_ordered_) b.known.join(fibers_[me * kWarpSize].clock.known);
+  if (operation == Operation::kSyncThreadsOr || operation == Operation::kBarSyncOr)
+    for (const Lane& lane : w.lanes) b.any |= lane.a[0] != 0;
+  const bool waits = operation != Operation::kBarArrive;
+  if (waits) b.waiting |= 1u << me;
+  if (b.arrived < b.expected) return !waits;
+  for (unsigned u = 0; u < num_warps_; u++) {
+    if (!(b.waiting >> u & 1)) continue;
+    for (unsigned v = 0; v < num_warps_; v++)
+      if (v != u) warps_[u].clock[v] = std::max(warps_[u].clock[v], b.joined[v]);
+    if (threads_ordered_)
+      for (unsigned l = 0; l < kWarpSize; l++) fibers_[u * kWarpSize + l].clock.known.join(b.known);
+    warps_[u].any = b.any;
+    if (u != me) release(u, nullptr);
+  }
+  b = Barrier{};
+  return true;
+}
+
+// The entry of every fiber. Exceptions are caught in the fiber that threw, and the handler is left before switching:
+// unwinding must not cross a stack switch.
+void Block::fiber_main() {
+  Block& block = *running;
+  std::unique_ptr<Diagnostic> failure;
+  try {
+    emulator_call_kernel(block.params_);
+    block.check_exit();
+  } catch (const Diagnostic& d) {
+    failure = std::make_unique<Diagnostic>(block.located(d));
+  } catch (const std::exception& e) {
+    failure = std::make_unique<Diagnostic>("out-of-memory", e.what());
+  }
+  block.finish(std::move(failure));
+}
+
+void Block::check_exit() const {
+  if (options.checks) check_async_exit();
+  if (!options.checks || current->copies.empty() || current->copies.back().batch) return;
+  const AsyncCopy& first = *std::find_if(current->copies.begin(), current->copies.end(),
+                                         [](const AsyncCopy& copy) { return copy.batch == 0; });
+  throw Diagnostic(
+      "cp-async-left-at-exit",
+      format("the thread ends with %zu cp.async not waited for, the first issued at %s%s", current->copies.size(),
+             site_name(first.site).c_str(), first.group == current->groups_committed ? " and never committed" : ""));
+}
+
+void Block::finish(std::unique_ptr<Diagnostic> failure) {
+  current->done = true;
+  alive_--;
+  failure_ = std::move(failure);
+  Fiber* following = nullptr;
+  if (!failure_) {
+    try {
+      if (alive_ > 0)
+        following = next();
+      else
+        check_end();
+    } catch (const Diagnostic& d) {
+      failure_ = std::make_unique<Diagnostic>(located(d));
+    }
+  }
+  if (!following) Context::switch_from_to(current->context, main_);
+  switch_to(following);
+  __builtin_unreachable();
+}
 
 void Block::mbarrier_arrive(unsigned address, const char* what) {
   Mbarrier& m = mbarriers_[mbarriers_.find(address, accessor(), what)];

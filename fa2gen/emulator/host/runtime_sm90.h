@@ -16,6 +16,8 @@ struct WgmmaIssue {
   float* d;                       // n / 2
   const unsigned* a_registers;    // 4
   unsigned long long a, b;        // descriptors
+
+  const char* name() const { return a_in_registers ? "wgmma_rs" : "wgmma_ss"; }
 };
 
 void tma_prefetch_map(const void* map, Site site);

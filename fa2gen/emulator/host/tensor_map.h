@@ -60,14 +60,15 @@ struct Box {
 
   // The place in the tensor of the first element of a row of the box.
   TensorPlace place(unsigned row) const {
+    if (row < map.box[1]) return {at[0], at[1] + int64_t(row), at[2], at[3]};
     return {at[0], at[1] + int64_t(row % map.box[1]), at[2] + int64_t(row / map.box[1] % map.box[2]),
             at[3] + int64_t(row / map.box[1] / map.box[2])};
   }
   // That of the 16-byte chunk at an address in shared memory.
   TensorPlace place_of_chunk(unsigned chunk_address) const {
     const unsigned offset = swizzled(chunk_address, map.swizzle) - address;
-    TensorPlace place = this->place(offset / map.row_bytes());
-    place.column += offset % map.row_bytes() / 2;
+    TensorPlace place = this->place(offset >> __builtin_ctz(map.swizzle));
+    place.column += (offset & (map.swizzle - 1)) / 2;
     return place;
   }
   bool contains(const TensorPlace& place) const {

@@ -10,7 +10,9 @@ constexpr unsigned kWgmmaM = 64, kWgmmaK = 16, kWgmmaMostN = 256;
 
 // A descriptor of an operand in shared memory, as the hardware reads it.
 struct OperandDescriptor {
-  unsigned start, leading_bytes, stride_bytes, row_bytes;  // row_bytes: 128, 64 or 32, those of the swizzle
+  unsigned start, leading_bytes, stride_bytes;
+  unsigned row_bytes;    // 128, 64 or 32, those of the swizzle
+  unsigned panel_shift;  // a panel's row has 1 << panel_shift chunks
 
   static OperandDescriptor decode(unsigned long long bits, const char* which) {
     const unsigned mode = unsigned(bits >> 62), base_offset = unsigned(bits >> 49 & 7);
@@ -22,7 +24,7 @@ struct OperandDescriptor {
                  "its base offset is %u, which must be 0, and unused bits are 0x%llx",
                  which, bits, mode, base_offset, bits & ~used));
     return {unsigned(bits & 0x3fff) << 4, unsigned(bits >> 16 & 0x3fff) << 4, unsigned(bits >> 32 & 0x3fff) << 4,
-            256u >> mode};
+            256u >> mode, 4 - mode};
   }
   // The address of a chunk of 8 elements. K-major: elements 8 `column` and on of row `row` along M or N.
   unsigned k_major(unsigned row, unsigned column) const {
@@ -30,10 +32,8 @@ struct OperandDescriptor {
   }
   // MN-major: elements 8 `column` and on, along N, of row k.
   unsigned mn_major(unsigned k, unsigned column) const {
-    const unsigned panel = row_bytes / 16;  // chunks of a panel's row
-    return swizzled(
-        start + column / panel * leading_bytes + k / 8 * stride_bytes + k % 8 * row_bytes + column % panel * 16,
-        row_bytes);
+    const unsigned panel = column >> panel_shift, chunk = column & ((1u << panel_shift) - 1);
+    return swizzled(start + panel * leading_bytes + k / 8 * stride_bytes + k % 8 * row_bytes + 16 * chunk, row_bytes);
   }
 };
 
