@@ -15,7 +15,7 @@ from fa2gen.constraints import estimate_registers, infeasible_reason
 from fa2gen.constraints_sm90 import consumer_registers, register_split, smem_plan
 from fa2gen.hardware import arch_limits
 from fa2gen.spec import DTYPES, NATIVE_HEAD_DIMS
-from tests.sm90_covering import FILLING, KERNELS, TARGET
+from tests.sm90_covering import DEFAULTS, KERNELS, TARGET
 
 pytestmark = pytest.mark.nvcc
 
@@ -49,8 +49,8 @@ def test_every_choice_is_among_them() -> None:
     assert {config.q_stages for config in configs} == {1, 2}
     assert {(spec.dtype, spec.causal) for spec in specs} == set(itertools.product(DTYPES, (False, True)))
     assert {spec.gqa_ratio > 1 for spec in specs} == {False, True}
-    assert set(FILLING) == set(NATIVE_HEAD_DIMS)
-    assert {(d, causal) for d in FILLING for causal in (False, True)} <= {(s.head_dim, s.causal) for s in specs}
+    untuned = {(spec.head_dim, spec.causal) for spec, _ in DEFAULTS}
+    assert untuned == set(itertools.product(NATIVE_HEAD_DIMS, (False, True)))
 
 
 def test_they_are_legal() -> None:
