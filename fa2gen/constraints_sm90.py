@@ -23,6 +23,8 @@ _MAX_BLOCK_N = 256  # wgmma's widest product
 # them too.
 _RING_BYTES = 16
 _TILE_SLOTS, _TILE_NUMBER_BYTES = 2, 4
+TILE_NUMBERS_BYTES = _TILE_SLOTS * _TILE_NUMBER_BYTES
+"""Bytes of the tile numbers at the end of shared memory, where they are drawn."""
 # Consumers' registers beyond accumulators and P: addresses, row state, loop and schedule. The probes that ran on an
 # H200 without spilling used up to 44 besides; 24 keeps every config that can compile in the space.
 _REGISTERS_BESIDES = 24

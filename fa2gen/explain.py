@@ -7,11 +7,12 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from .codegen import PARAMS, render_kernel, template_hash
+from .codegen import param_struct, render_kernel, template_hash
 from .compile import CompiledKernel, compile_kernel
 from .constraints import default_config, estimate_registers, infeasible_reason, smem_bytes
-from .constraints_sm90 import compile_target
+from .constraints_sm90 import RegisterSplit, compile_target, register_split
 from .errors import CompileError, ToolchainError
+from .explain_grid import Grid as Grid
 from .explain_smem import Area, smem_areas
 from .hardware import Gpu, Occupancy, occupancy
 from .launch import Launch, LaunchPlan, bwd_plan, fwd_plan
@@ -26,7 +27,7 @@ from .roofline import (
     standard_traffic,
     uncached_traffic,
 )
-from .spec import BwdConfig, Config, KernelSpec, config_from_slug
+from .spec import BwdConfig, Config, FwdSm90Config, KernelSpec, config_from_slug
 from .tables import Match, TunedEntry, lookup
 from .tables.merge import is_current
 from .tables.store import cached_table, search_dirs, table_path
@@ -108,6 +109,8 @@ class Registers:
         facts: Registers and spills that everything after is computed from; of a backward, of its main kernel.
         compiled: The kernel they come from; None: they are the model's estimate.
         note: Why there is no compiled kernel; ``""`` where there is.
+        split: What a thread of the producer and of a consumer has once they have shared out the launch's registers;
+            None: every thread keeps its own.
     """
 
     least: int
@@ -115,37 +118,7 @@ class Registers:
     facts: Facts
     compiled: CompiledKernel | None
     note: str = ""
-
-
-@dataclass(frozen=True)
-class Grid:
-    """Thread blocks of the call's main kernel and how they fall on the SMs.
-
-    Attributes:
-        blocks: Thread blocks.
-        wave: Blocks that the chip holds at a time; 0 if none fits.
-    """
-
-    blocks: int
-    wave: int
-
-    @property
-    def waves(self) -> float:
-        return self.blocks / self.wave if self.wave else 0.0
-
-    @property
-    def full_waves(self) -> int:
-        return self.blocks // self.wave if self.wave else 0
-
-    @property
-    def tail(self) -> int:
-        """Blocks of the last wave, if it is not full."""
-        return self.blocks % self.wave if self.wave else 0
-
-    @property
-    def efficiency(self) -> float:
-        """Waves over waves rounded up: the share of the block slots that equal blocks would fill."""
-        return self.waves / (self.full_waves + bool(self.tail)) if self.wave else 0.0
+    split: RegisterSplit | None = None
 
 
 @dataclass(frozen=True)
@@ -238,7 +211,7 @@ def explain(
         gpu=gpu,
         spec=spec,
         problem=problem,
-        roofline=Roofline.of(gpu),
+        roofline=Roofline.of(gpu, chosen.family),
         memory=_memory(spec, chosen, problem, gpu, plan),
         executed_flops=executed_flops(spec, chosen, problem),
         selection=selection,
@@ -246,7 +219,7 @@ def explain(
         smem_bytes=smem_bytes(spec, chosen),
         registers=registers,
         occupancy=resident,
-        grid=Grid(_main_launch(plan, spec).grid[0], resident.blocks_per_sm * gpu.num_sms),
+        grid=_grid(spec, chosen, plan, resident.blocks_per_sm * gpu.num_sms),
         prediction=predict(spec, chosen, problem, gpu, registers.facts),
         measured=_measured(spec, problem, gpu, chosen, registers.facts),
         legal=len(space.configs),
@@ -294,7 +267,7 @@ def _why(match: Match, spec: KernelSpec, gpu: Gpu, bucket: str) -> str:
 
 
 def _memory(spec: KernelSpec, config: Config, problem: Problem, gpu: Gpu, plan: LaunchPlan) -> Memory:
-    section = by_l2 = _param(plan, spec, "heads_per_section")
+    section = by_l2 = _param(plan, spec, config, "heads_per_section")
     share, tail_bytes = 1.0, 0
     if isinstance(config, BwdConfig):
         # Q and dO, and sums in float32; of a group's heads that share blocks, those of one at a time.
@@ -304,14 +277,21 @@ def _memory(spec: KernelSpec, config: Config, problem: Problem, gpu: Gpu, plan: 
         share = problem.visible_pairs(spec.causal) / (problem.seqlen_q * problem.seqlen_k)
         if spec.deterministic:
             unordered = replace(spec, deterministic=False)
-            by_l2 = _param(_plan(unordered, config, problem, gpu), unordered, "heads_per_section")
+            by_l2 = _param(_plan(unordered, config, problem, gpu), unordered, config, "heads_per_section")
     else:
         head = 2 * BYTES_PER_ELEMENT * problem.seqlen_k * spec.head_dim
         # A forward counts query heads, also where it packs those of a group.
-        packed = packed_heads(spec, config)
+        packed, tail = packed_heads(spec, config), 0
+        if isinstance(config, FwdSm90Config):
+            if not spec.causal:
+                # Tiles follow each other head by head: as many heads as the tiles that are under way.
+                tiles = -(-problem.seqlen_q // config.block_m)
+                section = min(problem.batch * problem.num_heads_q, -(-_main_launch(plan, spec).grid[0] // tiles))
+        else:
+            tail = _param(plan, spec, config, "tail_m_blocks")
         section = by_l2 = section * packed
         section_bytes = _kv_heads_at_a_time(problem, section) * head
-        rows = -(-_param(plan, spec, "tail_m_blocks") * config.block_m // packed)
+        rows = -(-tail * config.block_m // packed)
         keys = min(problem.seqlen_k, max(0, rows + problem.seqlen_k - problem.seqlen_q)) if rows else 0
         tail_bytes = problem.batch * problem.num_heads_k * 2 * BYTES_PER_ELEMENT * keys * spec.head_dim
     return Memory(
@@ -336,23 +316,30 @@ def _kv_heads_at_a_time(problem: Problem, section: int) -> int:
     return max((min(heads, start + section) - 1) // ratio - start // ratio + 1 for start in starts)
 
 
-def _param(plan: LaunchPlan, spec: KernelSpec, name: str) -> int:
+def _grid(spec: KernelSpec, config: Config, plan: LaunchPlan, wave: int) -> Grid:
+    blocks = _main_launch(plan, spec).grid[0]
+    return Grid(blocks, wave, _param(plan, spec, config, "num_tiles") if isinstance(config, FwdSm90Config) else None)
+
+
+def _param(plan: LaunchPlan, spec: KernelSpec, config: Config, name: str) -> int:
     """A parameter of the main kernel."""
-    params = PARAMS[spec.kind]
+    params = param_struct(spec.kind, config.family)
     values = struct.unpack(params.format, _main_launch(plan, spec).params)
     return int(values[[field.name for field in params.fields].index(name)])
 
 
 def _registers(spec: KernelSpec, config: Config, gpu: Gpu, *, compile: bool) -> Registers:
     least, cap = estimate_registers(spec, config), register_cap(config, gpu.arch)
+    split = register_split(config) if isinstance(config, FwdSm90Config) else None
+    split = split if split is not None and split.consumer else None
     note = "not compiled"
     if compile:
         try:
             compiled = compile_kernel(render_kernel(spec, config), compile_target(config, gpu.target))
-            return Registers(least, cap, facts_of((compiled,)), compiled)
+            return Registers(least, cap, facts_of((compiled,)), compiled, split=split)
         except (ToolchainError, CompileError) as error:
             note = str(error)
-    return Registers(least, cap, estimate_facts(spec, config, gpu), None, note)
+    return Registers(least, cap, estimate_facts(spec, config, gpu), None, note, split)
 
 
 def _main_launch(plan: LaunchPlan, spec: KernelSpec) -> Launch:

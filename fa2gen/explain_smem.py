@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from .constraints import smem_plan
 from .constraints_backward import smem_plan as backward_smem_plan
-from .spec import BwdConfig, Config, FwdConfig, KernelSpec
+from .constraints_sm90 import TILE_NUMBERS_BYTES, padded_columns
+from .constraints_sm90 import smem_plan as sm90_smem_plan
+from .spec import BwdConfig, Config, FwdConfig, FwdSm90Config, KernelSpec
 
 Area = tuple[str, int, int, str]
 """(name, offset, bytes, shape) of a tile."""
@@ -12,7 +14,9 @@ Area = tuple[str, int, int, str]
 
 def smem_areas(spec: KernelSpec, config: Config) -> list[Area]:
     """The areas of the main kernel's dynamic shared memory, by address."""
-    return _backward_areas(spec, config) if isinstance(config, BwdConfig) else _forward_areas(spec, config)
+    if isinstance(config, BwdConfig):
+        return _backward_areas(spec, config)
+    return _sm90_areas(spec, config) if isinstance(config, FwdSm90Config) else _forward_areas(spec, config)
 
 
 def _forward_areas(spec: KernelSpec, config: FwdConfig) -> list[Area]:
@@ -31,6 +35,30 @@ def _forward_areas(spec: KernelSpec, config: FwdConfig) -> list[Area]:
     if plan.total > plan.barriers:
         shape = f"a full and an empty one for each of {config.num_stages} stages"
         areas.append(("mbarriers", plan.barriers, plan.total - plan.barriers, shape))
+    return areas
+
+
+def _sm90_areas(spec: KernelSpec, config: FwdSm90Config) -> list[Area]:
+    plan, width = sm90_smem_plan(spec, config), padded_columns(spec.head_dim)
+    areas: list[Area] = []
+    tile, use = plan.k // config.q_stages, ", then O" if config.epilogue == "tma" else ""
+    for stage in range(config.q_stages):
+        number = f" [{stage}]" if config.q_stages > 1 else ""
+        areas.append((f"Q{number}{use}", plan.q + stage * tile, tile, f"{config.block_m} rows x {width}"))
+    tile = (plan.v - plan.k) // config.num_stages
+    for name, start in (("K", plan.k), ("V", plan.v)):
+        for stage in range(config.num_stages):
+            areas.append((f"{name} [{stage}]", start + stage * tile, tile, f"{config.block_n} keys x {width}"))
+    if plan.barriers > plan.p:
+        areas.append(
+            ("P", plan.p, plan.barriers - plan.p, f"{config.block_m} rows x {config.block_n}, in panels of 64")
+        )
+    pairs = f"full and empty: {config.q_stages} of Q, {config.num_stages} of K, {config.num_stages} of V"
+    if config.scheduler == "static":
+        return [*areas, ("mbarriers", plan.barriers, plan.total - plan.barriers, pairs)]
+    numbers = plan.total - TILE_NUMBERS_BYTES
+    areas.append(("mbarriers", plan.barriers, numbers - plan.barriers, f"{pairs}, 2 of tiles"))
+    areas.append(("tile numbers", numbers, TILE_NUMBERS_BYTES, "from the producer to the consumers"))
     return areas
 
 

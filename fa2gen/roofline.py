@@ -271,27 +271,36 @@ def _sum_of_floors(first: int, step: int, count: int, divisor: int) -> int:
 
 
 def executed_flops(spec: KernelSpec, config: Config, problem: Problem) -> int:
-    """FLOPs of the tensor cores: whole tiles at the native head dim, masked and padded parts included."""
+    """FLOPs of the tensor cores: whole tiles, masked and padded parts included.
+
+    Tiles of the sm80 family are multiplied at the native head dim, those of the sm90 family in steps of 16 columns.
+    """
     work = tile_work(spec, config, problem)
     products = 2 if spec.kind == "fwd" else 5
-    return 2 * products * spec.native_head_dim * work.heads * work.tiles * config.block_m * config.block_n
+    width = -(-spec.head_dim // 16) * 16 if config.family == "sm90" else spec.native_head_dim
+    return 2 * products * width * work.heads * work.tiles * config.block_m * config.block_n
 
 
 @dataclass(frozen=True)
 class Roofline:
-    """The two roofs of a chip for the sm80 kernel family.
+    """The two roofs of a chip for a kernel family.
 
     Attributes:
-        peak_tflops: ``mma.sync`` with 16-bit inputs and float32 accumulation at the maximum clock, TFLOP/s.
+        peak_tflops: The family's tensor instruction with 16-bit inputs and float32 accumulation at the maximum clock,
+            TFLOP/s.
         hbm_gbs: Memory bandwidth, GB/s.
+        instruction: ``"mma.sync"``, or ``"wgmma"`` of the sm90 family.
     """
 
     peak_tflops: float
     hbm_gbs: float
+    instruction: str = "mma.sync"
 
     @classmethod
-    def of(cls, gpu: Gpu) -> Roofline:
-        """The roofline of a GPU."""
+    def of(cls, gpu: Gpu, family: str = "sm80") -> Roofline:
+        """The roofline of a GPU; of one without the family's instruction, that of ``mma.sync``."""
+        if family == "sm90" and gpu.wgmma_tflops:
+            return cls(gpu.wgmma_tflops, gpu.hbm_gbs, "wgmma")
         return cls(gpu.mma_tflops, gpu.hbm_gbs)
 
     @property

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from fa2gen.spec import FwdSm90Config, KernelSpec
+from fa2gen.constraints_sm90 import TARGET as TARGET
+from fa2gen.constraints_sm90 import default_forward_config
+from fa2gen.spec import NATIVE_HEAD_DIMS, FwdSm90Config, KernelSpec
 
-TARGET = "sm_90a"
-
-# Of each native head dim a tile that fills shared memory or registers about as far as it goes without spilling.
-FILLING = {
-    32: FwdSm90Config(block_m=192, block_n=128),
-    64: FwdSm90Config(block_m=192, block_n=128),
-    96: FwdSm90Config(block_m=128, block_n=128),
-    128: FwdSm90Config(block_m=128, block_n=128),
-    192: FwdSm90Config(block_m=128, block_n=96),
-    256: FwdSm90Config(block_m=128, block_n=80),
-}
+# What runs where nothing is tuned.
+DEFAULTS = [
+    (spec, default_forward_config(spec))
+    for d in NATIVE_HEAD_DIMS
+    for causal in (False, True)
+    for spec in [KernelSpec(head_dim=d, causal=causal)]
+]
 
 # The first four turn every choice of the templates both ways.
 KERNELS: list[tuple[KernelSpec, FwdSm90Config]] = [
-    (KernelSpec(causal=True), FILLING[128]),
+    (KernelSpec(causal=True), FwdSm90Config()),
     (
         KernelSpec(head_dim=40, dtype="fp16", gqa_ratio=8),
         FwdSm90Config(
@@ -47,6 +45,6 @@ KERNELS: list[tuple[KernelSpec, FwdSm90Config]] = [
     (KernelSpec(head_dim=32, dtype="fp16"), FwdSm90Config(block_m=64, block_n=256, ping_pong=False)),
     (KernelSpec(causal=True), FwdSm90Config(block_n=176, num_stages=1, q_stages=2, scheduler="dynamic")),
     (KernelSpec(head_dim=72, causal=True, gqa_ratio=2), FwdSm90Config(block_n=112, p_in_smem=True, q_stages=2)),
-    *((KernelSpec(head_dim=d, causal=causal), config) for d, config in FILLING.items() for causal in (False, True)),
+    (KernelSpec(head_dim=64), FwdSm90Config(block_m=192)),
+    *DEFAULTS,
 ]  # fmt: skip
-KERNELS = list(dict.fromkeys(KERNELS))

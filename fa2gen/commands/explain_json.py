@@ -41,6 +41,7 @@ def explanation_json(e: Explanation, *, list_excluded: bool = False) -> dict[str
         },
         "roofline": {
             "peak_tflops": roof.peak_tflops,
+            "instruction": roof.instruction,
             "hbm_gbs": roof.hbm_gbs,
             "ridge_point": roof.ridge_point,
             "intensity": intensity,
@@ -71,10 +72,15 @@ def explanation_json(e: Explanation, *, list_excluded: bool = False) -> dict[str
         "workspaces": {workspace.pointer: workspace.num_bytes for workspace in e.plan.workspaces},
         "grid": {
             "blocks": e.grid.blocks,
+            "persistent": e.grid.persistent,
+            "tiles": e.grid.work,
             "blocks_per_wave": e.grid.wave,
             "waves": e.grid.waves,
             "full_waves": e.grid.full_waves,
             "tail_blocks": e.grid.tail,
+            "tiles_per_block": [e.grid.full_waves, e.grid.full_waves + bool(e.grid.tail)]
+            if e.grid.persistent
+            else [1, 1],
             "efficiency": e.grid.efficiency,
         },
         "prediction": {
@@ -159,6 +165,8 @@ def _registers(e: Explanation) -> dict[str, Any]:
         "stack_bytes": resources.stack_bytes if resources else None,
         "least": registers.least,
         "cap": registers.cap,
+        "producer": registers.split.producer if registers.split else None,
+        "consumer": registers.split.consumer if registers.split else None,
     }
 
 

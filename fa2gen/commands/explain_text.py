@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from ..explain import Explanation, MeasuredTime
 from ..roofline import Traffic, packed_heads
-from ..spec import BwdConfig
+from ..spec import BwdConfig, FwdSm90Config
 from ..tuning.model import model_version, validity
 from .units import count_text
 
@@ -117,7 +117,7 @@ def _passes(traffic: Traffic) -> str:
 def _roofline(e: Explanation) -> Iterator[str]:
     roof, intensity = e.roofline, e.memory.tiled.intensity
     yield "Roofline"
-    peak = f"{roof.peak_tflops:.1f} TFLOP/s of mma.sync with float32 sums"
+    peak = f"{roof.peak_tflops:.1f} TFLOP/s of {roof.instruction} with float32 sums"
     yield from _row("ridge point", f"{roof.ridge_point:.1f} FLOP/byte: {peak} over {roof.hbm_gbs:,.0f} GB/s")
     side = intensity / roof.ridge_point
     where = f"{_number(side)} times the ridge point" if side >= 1 else f"{side:.2g} of the ridge point"
@@ -153,8 +153,10 @@ def _launches(e: Explanation) -> Iterator[str]:
 def _smem(e: Explanation) -> Iterator[str]:
     limit = e.gpu.arch.max_smem_per_block
     yield f"Shared memory: {e.smem_bytes:,} bytes a block, {e.smem_bytes / limit:.0%} of the {limit:,} it may have"
-    for name, offset, size, shape in e.smem_areas():
-        yield f"  {name:<10}{offset:>8,} to {offset + size:>8,}  {_kib(size):>9}   {shape}"
+    areas = e.smem_areas()
+    width = max(10, *(len(name) + 1 for name, *_ in areas))
+    for name, offset, size, shape in areas:
+        yield f"  {name:<{width}}{offset:>8,} to {offset + size:>8,}  {_kib(size):>9}   {shape}"
 
 
 def _registers(e: Explanation) -> Iterator[str]:
@@ -170,7 +172,11 @@ def _registers(e: Explanation) -> Iterator[str]:
         yield from _row("by ptxas", f"{r.registers}; {spills}, {r.stack_bytes} of stack")
     bounds = f"launch bounds of {config.num_threads} threads x {config.min_blocks}"
     least = f"about {registers.least} for accumulators and fragments"
-    yield from _row("needed and granted", f"{least}; {bounds} leave {registers.cap}")
+    if registers.split is None:
+        yield from _row("needed and granted", f"{least}; {bounds} leave {registers.cap}")
+        return
+    split = f"setmaxnreg makes of them {registers.split.producer} for the producer, {registers.split.consumer} for a"
+    yield from _row("needed and granted", f"{least}; {bounds} leave {registers.cap}, and {split} consumer")
 
 
 def _occupancy(e: Explanation) -> Iterator[str]:
@@ -195,13 +201,33 @@ def _grid(e: Explanation) -> Iterator[str]:
         tiles = f"{count_text(-(-p.seqlen_q * shared // config.block_m), 'query tile')} of {config.block_m}"
         rows = "" if shared == 1 else f"; the rows of {shared} query heads share them"
     heads = count_text(p.num_heads_q, "head") if shared == 1 else count_text(p.num_heads_k, "key/value head")
-    yield from _row("blocks", f"{grid.blocks:,} = {p.batch} x {heads} x {tiles}{rows}")
+    counted = f"{grid.work:,} = {p.batch} x {heads} x {tiles}{rows}"
+    if grid.persistent:
+        yield from _row("tiles", counted)
+        yield from _row("blocks", f"{grid.blocks:,}, at most one for each SM; they walk over the tiles")
+    else:
+        yield from _row("blocks", counted)
     if grid.wave == 0:
         yield from _row("waves", "no block fits an SM")
+        return
+    if grid.persistent:
+        yield from _row("tiles of a block", _tiles_of_a_block(e))
         return
     tail = f", a tail of {grid.tail:,}; {grid.efficiency:.1%} of the slots filled" if grid.tail else ""
     order = "; longest blocks first" if e.spec.causal else ""
     yield from _row("waves", f"{grid.waves:,.2f} of {grid.wave:,} blocks: {grid.full_waves:,} full{tail}{order}")
+
+
+def _tiles_of_a_block(e: Explanation) -> str:
+    grid, config = e.grid, e.selection.config
+    each = f"{grid.full_waves:,} each"
+    more = (
+        f", {count_text(grid.tail, 'block')} one more; {grid.efficiency:.1%} of the slots filled" if grid.tail else ""
+    )
+    drawn = isinstance(config, FwdSm90Config) and config.scheduler == "dynamic"
+    taken = "blocks take the next as they finish" if drawn else "they go to the blocks in turn"
+    order = ", longest first" if e.spec.causal else ""
+    return f"{grid.waves:,.2f}: {each}{more}; {taken}{order}"
 
 
 def _time(e: Explanation) -> Iterator[str]:

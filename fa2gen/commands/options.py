@@ -20,6 +20,7 @@ from ..spec import (
     BwdConfig,
     Config,
     FwdConfig,
+    FwdSm90Config,
     KernelSpec,
     config_from_canonical,
     config_from_slug,
@@ -170,7 +171,8 @@ def config_option(verb: str) -> Callable[[_Command], _Command]:
         default="tuned",
         metavar="CONFIG",
         help=f"Config to {verb}: tuned (what the tables choose), default (legal on every GPU), a name such as "
-        f"{FwdConfig().slug()} or, of a backward, {BwdConfig().slug()}, or JSON such as '{{\"block_m\": 64}}'. "
+        f"{FwdConfig().slug()}, {FwdSm90Config().slug()} or, of a backward, {BwdConfig().slug()}, "
+        "or JSON such as '{\"block_m\": 64}'. "
         "[default: tuned]",
     )
 

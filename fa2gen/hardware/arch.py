@@ -3,7 +3,7 @@
 Limits are those of the CUDA C++ Programming Guide, "Compute Capabilities" (technical specifications per compute
 capability), and agree with the toolkit's occupancy calculator (``cuda_occupancy.h`` of CUDA 13.0). Rates are per clock
 and SM; the tensor rate is that of ``mma.sync.m16n8k16`` with 16-bit inputs and float32 accumulators, the instruction of
-the sm80 kernel family, not the chip's peak through newer instructions.
+the sm80 kernel family. That of newer instructions stands beside it where a family uses them.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ class ArchLimits:
         register_allocation_unit: Registers are granted to a warp in multiples of this.
         max_warps_per_sm, max_blocks_per_sm, max_threads_per_block: Residency limits.
         tensor_fma_per_clk: Multiply-adds of ``mma.sync`` (see module); a product may halve it (``Gpu.tensor_rate``).
+        wgmma_fma_per_clk: Multiply-adds of ``wgmma`` with the same inputs and accumulators, of the sm90 family; 0 where
+            there is none.
         mma_blocks_issue: While a scheduler's tensor instruction runs, that scheduler issues nothing else (measured on
             sm_90, where an mma takes 6 issue cycles and every other instruction adds one).
         fp32_lanes_per_clk, mufu_lanes_per_clk: float32 FMA and special-function (exp2) results.
@@ -47,6 +49,7 @@ class ArchLimits:
     tensor_fma_per_clk: float
     fp32_lanes_per_clk: int
     l2_bytes_per_clk: int
+    wgmma_fma_per_clk: float = 0.0
     mma_blocks_issue: bool = False
     mufu_lanes_per_clk: int = 16
     smem_bytes_per_clk: int = 128
@@ -77,6 +80,7 @@ def _arch(
     tensor: float,
     fp32: int,
     l2: int,
+    wgmma: float = 0.0,
     mma_blocks_issue: bool = False,
 ) -> ArchLimits:
     # A block may opt in to all of an SM's shared memory but the 1 KB that the system reserves for it.
@@ -90,11 +94,13 @@ def _arch(
         tensor_fma_per_clk=tensor,
         fp32_lanes_per_clk=fp32,
         l2_bytes_per_clk=l2,
+        wgmma_fma_per_clk=wgmma,
         mma_blocks_issue=mma_blocks_issue,
     )
 
 
-# sm_90: 645 TFLOP/s of mma.sync measured on an H200 at 1.79 GHz = 2048 * 4 / 6 multiply-adds per clock and SM.
+# sm_90: 645 TFLOP/s of mma.sync measured on an H200 at 1.79 GHz = 2048 * 4 / 6 multiply-adds per clock and SM. wgmma is
+# what NVIDIA's 989 TFLOP/s are of: 132 SMs at 1.83 GHz.
 # sm_100: no figure for mma.sync is published; 1024 (the rate of sm_80) is an assumption.
 _ARCHS = {
     arch.compute_capability: arch
@@ -103,11 +109,14 @@ _ARCHS = {
         _arch(8, 6, smem_kb=100, warps=48, blocks=16, tensor=512, fp32=128, l2=16),
         _arch(8, 7, smem_kb=164, warps=48, blocks=16, tensor=1024, fp32=128, l2=16),
         _arch(8, 9, smem_kb=100, warps=48, blocks=24, tensor=512, fp32=128, l2=16),
-        _arch(9, 0, smem_kb=228, warps=64, blocks=32, tensor=2048 * 4 / 6, fp32=128, l2=24, mma_blocks_issue=True),
+        _arch(
+            9, 0, smem_kb=228, warps=64, blocks=32, tensor=2048 * 4 / 6, fp32=128, l2=24, wgmma=2048,
+            mma_blocks_issue=True,
+        ),
         _arch(10, 0, smem_kb=228, warps=64, blocks=32, tensor=1024, fp32=128, l2=24),
         _arch(12, 0, smem_kb=100, warps=48, blocks=24, tensor=512, fp32=128, l2=16),
     )
-}
+}  # fmt: skip
 
 
 def supported_compute_capabilities() -> tuple[tuple[int, int], ...]:

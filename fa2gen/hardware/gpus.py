@@ -66,6 +66,11 @@ class Gpu:
         """Peak of ``mma.sync`` with 16-bit inputs and float32 accumulation at the boost clock, TFLOP/s."""
         return 2e-3 * self.arch.tensor_fma_per_clk * self.tensor_rate * self.num_sms * self.boost_ghz
 
+    @property
+    def wgmma_tflops(self) -> float:
+        """The same of ``wgmma``; 0 where there is none."""
+        return 2e-3 * self.arch.wgmma_fma_per_clk * self.num_sms * self.boost_ghz
+
 
 @functools.lru_cache(maxsize=1)
 def _rows() -> dict[str, Gpu]:

@@ -13,6 +13,7 @@ from click.testing import CliRunner
 from fa2gen.cli import main
 from fa2gen.commands.options import gpu_at_hand
 from fa2gen.compile.nvcc import find_nvcc
+from fa2gen.constraints_sm90 import COMPUTE_CAPABILITY
 from fa2gen.emit import emit
 from fa2gen.spec import KernelSpec, config_from_slug
 
@@ -62,7 +63,14 @@ BACKWARD_CONFIGS = [
     (128, 4, "sm80_64x64s64_w4_st1_r2_mb1"),
     (256, 1, "sm80_64x64s64_w8_st1_r2_mb1_wd2"),
 ]
-CONFIGS = [("fwd", *row) for row in FORWARD_CONFIGS] + [("bwd", *row) for row in BACKWARD_CONFIGS]
+# Of Hopper: the output by TMA and from registers, tiles in turn and drawn, P in shared memory, one to three consumers.
+SM90_CONFIGS = [
+    (128, 1, "sm90_128x128_st2_q1_ov_pp_static_tma"),
+    (40, 7, "sm90_64x80_st1_q2_ps_dynamic_direct"),
+    (64, 4, "sm90_192x96_st3_q1_ov_pp_dynamic_tma"),
+    (256, 1, "sm90_128x80_st2_q1_ov_pp_static_direct"),
+]
+CONFIGS = [("fwd", *row) for row in (*FORWARD_CONFIGS, *SM90_CONFIGS)] + [("bwd", *row) for row in BACKWARD_CONFIGS]
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -72,8 +80,13 @@ def test_example_of_other_configs_is_right(
 ) -> None:
     gpu = gpu_at_hand()
     assert gpu is not None
-    spec = KernelSpec(kind, head_dim=head_dim, causal=causal, gqa_ratio=gqa_ratio)
-    emit([spec], gpu, tmp_path / "out", config=config_from_slug(kind, config))
+    spec, parsed = (
+        KernelSpec(kind, head_dim=head_dim, causal=causal, gqa_ratio=gqa_ratio),
+        config_from_slug(kind, config),
+    )
+    if parsed.family == "sm90" and gpu.compute_capability != COMPUTE_CAPABILITY:
+        pytest.skip(f"{gpu.name} has no wgmma")
+    emit([spec], gpu, tmp_path / "out", config=parsed)
     for sizes in SIZES:
         _assert_right(tmp_path / "out", sizes, tmp_path)
 

@@ -1,0 +1,91 @@
+"""The forward of the sm90 family through nvcc: what ptxas says of every way of computing it, against the plan."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import time
+
+import pytest
+
+from fa2gen.codegen import render_kernel
+from fa2gen.compile import CompiledKernel, compile_many
+from fa2gen.config_sm90 import EPILOGUES, SCHEDULERS
+from fa2gen.constraints import estimate_registers, infeasible_reason
+from fa2gen.constraints_sm90 import consumer_registers, register_split, smem_plan
+from fa2gen.hardware import arch_limits
+from fa2gen.spec import DTYPES, NATIVE_HEAD_DIMS
+from tests.sm90_covering import DEFAULTS, KERNELS, TARGET
+
+pytestmark = pytest.mark.nvcc
+
+HOPPER = arch_limits((9, 0))
+
+
+@pytest.fixture(scope="module")
+def compiled() -> list[CompiledKernel]:
+    start = time.perf_counter()
+    results = compile_many([(render_kernel(spec, config), TARGET) for spec, config in KERNELS])
+    kernels = []
+    for result in results:
+        assert isinstance(result, CompiledKernel), getattr(result, "log", result)
+        kernels.append(result)
+    built = [kernel for kernel in kernels if not kernel.from_cache]
+    print(f"\n{len(built)} of {len(kernels)} kernels compiled in {time.perf_counter() - start:.1f} s")
+    for kernel in built:
+        ptxas = re.search(r"Compile time = ([\d.]+) ms", kernel.log)
+        print(f"  ptxas {float(ptxas[1]) if ptxas else 0:6.0f} ms  {kernel.source.entry}")
+    return kernels
+
+
+def test_every_choice_is_among_them() -> None:
+    configs, specs = [config for _, config in KERNELS], [spec for spec, _ in KERNELS]
+    switches = {(config.p_in_smem, config.overlap, config.ping_pong) for config in configs}
+    assert switches == set(itertools.product((False, True), repeat=3))
+    leaving = {(config.scheduler, config.epilogue) for config in configs}
+    assert leaving == set(itertools.product(SCHEDULERS, EPILOGUES))
+    assert {config.warpgroups for config in configs} == {1, 2, 3}
+    assert {config.num_stages for config in configs} == {1, 2, 3, 4}
+    assert {config.q_stages for config in configs} == {1, 2}
+    assert {(spec.dtype, spec.causal) for spec in specs} == set(itertools.product(DTYPES, (False, True)))
+    assert {spec.gqa_ratio > 1 for spec in specs} == {False, True}
+    untuned = {(spec.head_dim, spec.causal) for spec, _ in DEFAULTS}
+    assert untuned == set(itertools.product(NATIVE_HEAD_DIMS, (False, True)))
+
+
+def test_they_are_legal() -> None:
+    for spec, config in KERNELS:
+        assert infeasible_reason(spec, config, HOPPER) is None, (spec, config)
+
+
+def test_nothing_is_spilled(compiled: list[CompiledKernel]) -> None:
+    for kernel in compiled:
+        used = kernel.resources
+        assert (used.spill_store_bytes, used.spill_load_bytes, used.stack_bytes) == (0, 0, 0), kernel.source.entry
+
+
+def test_products_stay_asynchronous(compiled: list[CompiledKernel]) -> None:
+    """ptxas waits for every wgmma where it does not understand the registers, and says so; or it adds a fence."""
+    for kernel in compiled:
+        for word in ("serializ", "setmaxnreg", "injected", "warning"):
+            assert word not in kernel.log, kernel.log
+
+
+def test_resources_agree_with_the_plan(compiled: list[CompiledKernel]) -> None:
+    for kernel, (spec, config) in zip(compiled, KERNELS, strict=True):
+        label, source, used = kernel.source.entry, kernel.source, kernel.resources
+        # Shared memory is dynamic, so ptxas sees none of it; the kernel's own static_assert checks the plan.
+        assert used.static_smem_bytes == 0, label
+        assert source.smem_bytes == smem_plan(spec, config).total, label
+        assert f"kSmemBytes = {source.smem_bytes};" in source.text, label
+        assert source.num_threads == config.num_threads == 128 * (config.warpgroups + 1), label
+        # What __launch_bounds__ leaves a thread, of the 65,536 registers of an SM.
+        granted = min(255, 65536 // source.num_threads // 8 * 8)
+        split = register_split(config)
+        if split.consumer:
+            # Where setmaxnreg moves registers, the launch takes all, so that there is something to give.
+            assert used.registers == granted, label
+            assert split.producer + config.warpgroups * split.consumer <= granted * (config.warpgroups + 1), label
+        else:
+            assert estimate_registers(spec, config) <= used.registers <= granted, label
+        assert estimate_registers(spec, config) <= consumer_registers(config), label
