@@ -6,10 +6,12 @@ asked here serves all.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from . import constraints_backward as backward
 from . import constraints_sm90 as sm90
+from .errors import UnsupportedError
 from .hardware import ArchLimits, occupancy
 from .spec import FAMILIES, BwdConfig, Config, FwdConfig, FwdSm90Config, KernelSpec
 from .tiles import panel_columns, rows_per_pass
@@ -193,9 +195,40 @@ def borrowed_config(spec: KernelSpec, config: Config) -> tuple[Config, str]:
     return config, ", ".join(changes)
 
 
-def compile_target(config: Config, gpu_target: str) -> str:
-    """nvcc's target for a kernel on a GPU whose own is ``gpu_target``: the sm90 family needs the one with an ``a``."""
-    return f"{gpu_target}a" if config.family == "sm90" else gpu_target
+def families_on(spec: KernelSpec, arch: ArchLimits) -> tuple[str, ...]:
+    """The families whose kernels serve a spec on an architecture, in the order of ``spec.FAMILIES``.
+
+    The first runs everywhere. What a call's tensors ask for besides, such as strides that TMA can express, is not
+    looked at.
+    """
+    return tuple(
+        family
+        for family in FAMILIES[spec.kind]
+        if infeasible_reason(spec, default_config_of(spec, family), arch) is None
+    )
+
+
+def default_config_of(spec: KernelSpec, family: str) -> Config:
+    """A family's default for a spec: legal wherever the family serves it (see :func:`families_on`)."""
+    return sm90.default_forward_config(spec) if family == "sm90" else default_config(spec)
+
+
+def default_config_on(spec: KernelSpec, arch: ArchLimits, families: Collection[str] | None = None) -> Config:
+    """What runs on an architecture where nothing is tuned: the default of the newest family that serves the spec.
+
+    Args:
+        spec, arch: What runs where.
+        families: Only these.
+
+    Raises:
+        UnsupportedError: None of the families asked for serves the spec there.
+    """
+    serving = families_on(spec, arch)
+    for family in reversed(serving):
+        if families is None or family in families:
+            return default_config_of(spec, family)
+    asked = " or ".join(families or ()) or "none"
+    raise UnsupportedError(f"family {asked} does not serve {spec.slug()} on {arch.target}: {', '.join(serving)} does")
 
 
 def default_config(spec: KernelSpec) -> Config:
@@ -204,7 +237,7 @@ def default_config(spec: KernelSpec) -> Config:
 
 
 def default_forward_config(spec: KernelSpec) -> FwdConfig:
-    """A config that is legal for every spec on every architecture from 8.0 up, and fast on all.
+    """The sm80 family's: a config that is legal for every spec on every architecture from 8.0 up, and fast on all.
 
     At least four warps find room on an SM that grants a block 99 KB, eight where it has 164. Up to head dim 128 a warp
     has 32 rows; beyond, registers for the output of 16. Shared memory of a block in KiB: 16 at head dim 32, 48 at 64,

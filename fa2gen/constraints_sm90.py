@@ -1,4 +1,4 @@
-"""Which configs of the sm90 family are legal, their shared-memory plan and how registers are split."""
+"""Which configs of the sm90 family are legal, their shared-memory plan, how registers are split, what is compiled."""
 
 from __future__ import annotations
 
@@ -6,29 +6,36 @@ from dataclasses import dataclass
 
 from .config_sm90 import GROUP_ROWS, FwdSm90Config
 from .hardware import ArchLimits
-from .spec import KernelSpec
+from .spec import Config, KernelSpec
 
 COMPUTE_CAPABILITY = (9, 0)
 """wgmma and setmaxnreg exist here only: sm_90a code runs on no other chip."""
+
+TARGET = "sm_90a"
+"""What nvcc compiles the family's kernels for."""
 
 _PANEL_COLUMNS = 64
 _ROW_BYTES = 128  # of a panel
 _MAX_WARPGROUPS = 3
 _MAX_STAGES = 4
 _MAX_BLOCK_N = 256  # wgmma's widest product
-# mbarriers: a full and an empty one of 8 bytes a stage. Tile numbers pass through two slots, which have them too.
+# mbarriers: a full and an empty one of 8 bytes a stage. Tile numbers that are drawn pass through two slots, which have
+# them too.
 _RING_BYTES = 16
 _TILE_SLOTS, _TILE_NUMBER_BYTES = 2, 4
 # Consumers' registers beyond accumulators and P: addresses, row state, loop and schedule. The probes that ran on an
 # H200 without spilling used up to 44 besides; 24 keeps every config that can compile in the space.
 _REGISTERS_BESIDES = 24
+# Registers that an instruction with so many accumulators takes besides, of the launch's share: ptxas counts by that.
+_INSTRUCTION_REGISTERS = 26
 
 
 @dataclass(frozen=True)
 class Sm90SmemPlan:
     """Byte offsets in a block's dynamic shared memory, which begins at a multiple of 1024.
 
-    Stages of Q, K and V, P where it goes through shared memory, mbarriers. O leaves through Q's place.
+    Stages of Q, K and V, P where it goes through shared memory, mbarriers and, where tiles are drawn, their numbers. O
+    leaves through Q's place.
     """
 
     q: int
@@ -65,8 +72,9 @@ def smem_plan(spec: KernelSpec, config: FwdSm90Config) -> Sm90SmemPlan:
     p = v + config.num_stages * config.block_n * row
     panels = -(-config.block_n // _PANEL_COLUMNS) if config.p_in_smem else 0
     barriers = p + panels * config.warpgroups * GROUP_ROWS * _ROW_BYTES
-    rings = config.q_stages + 2 * config.num_stages + _TILE_SLOTS
-    total = barriers + _RING_BYTES * rings + _TILE_NUMBER_BYTES * _TILE_SLOTS
+    slots = _TILE_SLOTS if config.scheduler == "dynamic" else 0
+    rings = config.q_stages + 2 * config.num_stages + slots
+    total = barriers + _RING_BYTES * rings + _TILE_NUMBER_BYTES * slots
     return Sm90SmemPlan(q=0, k=k, v=v, p=p, barriers=barriers, total=total)
 
 
@@ -77,6 +85,11 @@ def register_split(config: FwdSm90Config) -> RegisterSplit:
     one consumer a thread has all 255 that exist from the start.
     """
     return {1: RegisterSplit(0, 0), 2: RegisterSplit(24, 240), 3: RegisterSplit(32, 160)}[config.warpgroups]
+
+
+def _launch_registers(config: FwdSm90Config) -> int:
+    """Registers of a thread before they are split."""
+    return {1: 255, 2: 168, 3: 128}[config.warpgroups]
 
 
 def consumer_registers(config: FwdSm90Config) -> int:
@@ -104,6 +117,9 @@ def config_reason(config: FwdSm90Config) -> str | None:
         return f"num_stages {config.num_stages} is above {_MAX_STAGES}"
     if config.q_stages > 2:
         return f"q_stages {config.q_stages} is above 2"
+    share = _launch_registers(config)
+    if config.block_n // 2 + _INSTRUCTION_REGISTERS > share:
+        return f"block_n {config.block_n}: its product takes more than the {share} registers of the launch's share"
     if config.ping_pong and config.warpgroups == 1:
         return "ping_pong needs warpgroups that take turns, and block_m 64 has one"
     return None
@@ -124,3 +140,41 @@ def infeasible_reason(spec: KernelSpec, config: FwdSm90Config, arch: ArchLimits)
     if registers > available:
         return f"at least {registers} registers a thread, {config.warpgroups} consumers have {available}"
     return None
+
+
+def compile_target(config: Config, gpu_target: str) -> str:
+    """nvcc's target for a config's kernels on a GPU.
+
+    wgmma, setmaxnreg and TMA's tensor copies are refused for ``sm_90`` without the suffix; the sm80 family's code for
+    ``sm_90`` runs on later chips of that major version too.
+
+    Args:
+        config: Whose kernels are compiled.
+        gpu_target: ``Gpu.target``, e.g. ``"sm_90"``.
+    """
+    return f"{gpu_target}a" if isinstance(config, FwdSm90Config) else gpu_target
+
+
+def default_forward_config(spec: KernelSpec) -> FwdSm90Config:
+    """A config that is legal for every spec with alignment 16 on compute capability 9.0, and fast there.
+
+    The fastest of those tried on an H200 (bf16, 1k to 8k tokens a sequence) or within 3 % of it, at head dims 64, 128
+    and 256; 192 has the widest key tiles that fit beside two stages. With one Q tile the output leaves from registers:
+    through Q's place the next tile would wait for it (head dim 128 at 1k: 585 instead of 529 TFLOP/s). Causal tiles
+    differ in length and are drawn (head dim 128 at 4k: 588 instead of 552).
+    """
+    columns = padded_columns(spec.head_dim)
+    block_m, block_n, num_stages, q_stages = {
+        64: (192, 128, 3, 2),
+        128: (128, 128, 2, 2),
+        192: (128, 112, 2, 1),
+        256: (128, 80, 2, 1),
+    }[columns]
+    return FwdSm90Config(
+        block_m=block_m,
+        block_n=block_n,
+        num_stages=num_stages,
+        q_stages=q_stages,
+        scheduler="dynamic" if spec.causal else "static",
+        epilogue="tma" if q_stages > 1 else "direct",
+    )

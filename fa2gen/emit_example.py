@@ -9,18 +9,25 @@ from typing import Any
 import jinja2
 
 from . import __version__
-from .codegen import PARAMS, KernelSource, ParamStruct, grid_rule
+from .codegen import KernelSource, grid_rule, param_struct
 from .constraints_backward import POSTPROCESS_ROWS, PREPROCESS_ROWS
+from .constraints_sm90 import TARGET as SM90_TARGET
 from .data import data_dir
 from .hardware import Gpu
-from .spec import BwdConfig, FwdConfig
+from .spec import BwdConfig, FwdSm90Config
 from .tiles import rows_per_pass
 
 #: What is written beside the kernels and their manifest.
 EXAMPLE_FILES = ("main.cpp", "Makefile", "README.md")
 
 # Field kind of the kernels' parameter structs -> type in host code.
-_HOST_TYPES = {"pointer": "CUdeviceptr", "i64": "int64_t", "int": "int", "float": "float"}
+_HOST_TYPES = {
+    "TensorMap": "CUtensorMap",
+    "pointer": "CUdeviceptr",
+    "i64": "int64_t",
+    "int": "int",
+    "float": "float",
+}
 
 
 @dataclass(frozen=True)
@@ -52,13 +59,27 @@ def example_files(calls: Sequence[Call], gpu: Gpu) -> dict[str, str]:
     forward = [_forward(call) for call in calls if call.main.spec.kind == "fwd"]
     backward = [_backward(call) for call in calls if call.main.spec.kind == "bwd"]
     steps = [step for call in (*forward, *backward) for step in call["steps"]]
-    names = [source.kernel for call in calls for _, source in call.kernels]
+    structs = dict.fromkeys((source.kernel, source.config.family) for call in calls for _, source in call.kernels)
+    families = {call.main.config.family for call in calls if call.main.spec.kind == "fwd"}
+    fillers = {
+        "`make_params`": "sm80" in families,
+        "`make_sm90_params`": "sm90" in families,
+        "`make_backward_params`": bool(backward),
+    }
     context = {
         "version": __version__,
         "gpu": gpu.name,
         "target": gpu.target,
         "cubins": [step["cubin"] for step in steps],
-        "structs": [_struct(PARAMS[name]) for name in dict.fromkeys(names)],
+        "structs": [_struct(*name) for name in structs],
+        "sm80": "sm80" in families,
+        "sm90": "sm90" in families,
+        "only_sm90": families == {"sm90"} and not backward,
+        "sm90_target": SM90_TARGET,
+        "sm90_flags": f"-gencode arch={SM90_TARGET.replace('sm', 'compute')},code={SM90_TARGET}",
+        "draws": any(call["drawn"] == "true" for call in forward),
+        "fillers": [name for name, has in fillers.items() if has],
+        "sm90_cubins": [step["cubin"] for call in forward if call["sm90"] for step in call["steps"]],
         "forward": forward,
         "backward": backward,
     }
@@ -67,9 +88,12 @@ def example_files(calls: Sequence[Call], gpu: Gpu) -> dict[str, str]:
     }
 
 
-def _struct(params: ParamStruct) -> dict[str, Any]:
+def _struct(kernel: str, family: str) -> dict[str, Any]:
+    params = param_struct(kernel, family)
     fields = [(f.heading, f"{_HOST_TYPES[f.kind]} {f.name};", f.meaning) for f in params.fields]
-    return {"name": params.name, "bytes": params.size, "fields": fields}
+    # A folder may hold forwards of both families, whose files use the same name.
+    name = "FwdSm90Params" if (kernel, family) == ("fwd", "sm90") else params.name
+    return {"name": name, "kernels_name": params.name, "bytes": params.size, "fields": fields}
 
 
 def _common(call: Call) -> dict[str, Any]:
@@ -81,7 +105,6 @@ def _common(call: Call) -> dict[str, Any]:
         "gqa_ratio": spec.gqa_ratio,
         "block_m": config.block_m,
         "block_n": config.block_n,
-        "rows_per_pass": rows_per_pass(spec, config),
         "bf16": _literal(spec.dtype == "bf16"),
         "causal": _literal(spec.causal),
         "mask": "causal" if spec.causal else "none",
@@ -90,15 +113,28 @@ def _common(call: Call) -> dict[str, Any]:
 
 def _forward(call: Call) -> dict[str, Any]:
     spec, config = call.main.spec, call.main.config
-    assert isinstance(config, FwdConfig)
+    assert not isinstance(config, BwdConfig)
     (step,) = (_step(file, source) for file, source in call.kernels)
-    return _common(call) | step | {"packed_heads": spec.gqa_ratio if config.pack_gqa else 1}
+    sm90 = isinstance(config, FwdSm90Config)
+    return (
+        _common(call)
+        | step
+        | {
+            "packed_heads": spec.gqa_ratio if config.pack_gqa else 1,
+            "rows_per_pass": 0 if isinstance(config, FwdSm90Config) else rows_per_pass(spec, config),
+            "sm90": sm90,
+            "is_sm90": _literal(sm90),
+            "drawn": _literal(isinstance(config, FwdSm90Config) and config.scheduler == "dynamic"),
+            "stored_by_tma": _literal(isinstance(config, FwdSm90Config) and config.epilogue == "tma"),
+        }
+    )
 
 
 def _backward(call: Call) -> dict[str, Any]:
     spec, config = call.main.spec, call.main.config
     assert isinstance(config, BwdConfig)
     return _common(call) | {
+        "rows_per_pass": rows_per_pass(spec, config),
         "width": spec.native_head_dim,
         "preprocess_rows": PREPROCESS_ROWS,
         "postprocess_rows": POSTPROCESS_ROWS,

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from .codegen import PARAMS, render_kernel, template_hash
 from .compile import CompiledKernel, compile_kernel
 from .constraints import default_config, estimate_registers, infeasible_reason, smem_bytes
+from .constraints_sm90 import compile_target
 from .errors import CompileError, ToolchainError
 from .explain_smem import Area, smem_areas
 from .hardware import Gpu, Occupancy, occupancy
@@ -232,7 +233,7 @@ def explain(
     registers = _registers(spec, chosen, gpu, compile=compile and not selection.illegal)
     plan = _plan(spec, chosen, problem, gpu)
     resident = occupancy(gpu.arch, chosen.num_threads, registers.facts.registers, registers.facts.smem_bytes)
-    space = legal_space(spec, gpu)
+    space = legal_space(spec, gpu, chosen.family)
     return Explanation(
         gpu=gpu,
         spec=spec,
@@ -266,7 +267,7 @@ def _select(spec: KernelSpec, problem: Problem, gpu: Gpu, config: Config | str) 
         origin, why = "given", "asked for"
     illegal = infeasible_reason(spec, chosen, gpu.arch)
     excluded = illegal or exclusion_reason(spec, chosen, gpu.arch)
-    if excluded is None and chosen not in legal_space(spec, gpu).configs:
+    if excluded is None and chosen not in legal_space(spec, gpu, chosen.family).configs:
         excluded = "not in the tuner's grid"
     return Selection(chosen, origin, why, match, excluded, illegal is not None)
 
@@ -275,7 +276,7 @@ def _why(match: Match, spec: KernelSpec, gpu: Gpu, bucket: str) -> str:
     entry = match.entry
     if entry is None:
         tables = "all entries are stale" if match.stale else "no table has an entry to borrow from"
-        return f"{tables}, so the default config, legal for every kernel on every GPU"
+        return f"{tables}, so the default config of {gpu.target}"
     other, size = entry.spec, entry.bucket.label()
     reasons = {
         "exact": f"the table of {match.gpu} has this kernel and size class {bucket}",
@@ -347,7 +348,7 @@ def _registers(spec: KernelSpec, config: Config, gpu: Gpu, *, compile: bool) -> 
     note = "not compiled"
     if compile:
         try:
-            compiled = compile_kernel(render_kernel(spec, config), gpu.target)
+            compiled = compile_kernel(render_kernel(spec, config), compile_target(config, gpu.target))
             return Registers(least, cap, facts_of((compiled,)), compiled)
         except (ToolchainError, CompileError) as error:
             note = str(error)
@@ -375,12 +376,12 @@ def _plan(spec: KernelSpec, config: Config, problem: Problem, gpu: Gpu) -> Launc
 
 def _measured(spec: KernelSpec, problem: Problem, gpu: Gpu, config: Config, facts: Facts) -> tuple[MeasuredTime, ...]:
     """Measured entries of exactly this kernel and size class; of a config that is in several tables the first."""
-    key = (spec, problem.bucket(gpu.num_sms))
+    bucket = problem.bucket(gpu.num_sms)
     found: dict[Config, MeasuredTime] = {}
     for root in search_dirs():
         table = cached_table(table_path(root, gpu.name, spec.kind))
         for entry in table.entries if table else ():
-            if entry.key != key or entry.measurement.kind != "measured":
+            if (entry.spec, entry.bucket) != (spec, bucket) or entry.measurement.kind != "measured":
                 continue
             known = facts if entry.config == config else None
             predicted = predict(spec, entry.config, entry.measurement.problem, gpu, known).ms

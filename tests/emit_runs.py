@@ -24,9 +24,8 @@ def built(emitted: Path, cuda_include: Path, build: Path) -> Path:
     """A copy of the folder in which main.cpp is built against the stub driver."""
     shutil.copytree(emitted, build)
     structs = re.findall(r"struct \w+Params \{.*?\};", (build / "main.cpp").read_text(), re.S)
-    kinds = [
-        f"-D{kind}" for kind, name in (("FORWARD", "Fwd"), ("BACKWARD", "Bwd")) if f"struct {name}" in str(structs)
-    ]
+    names = (("FORWARD", "FwdParams"), ("FORWARD_SM90", "FwdSm90Params"), ("BACKWARD", "BwdParams"))
+    kinds = [f"-D{kind}" for kind, name in names if f"struct {name} " in str(structs)]
     stub = (Path(__file__).parent / "stub_driver.c").read_text()
     (build / "stub.c").write_text(stub.replace("static float load", "\n".join((*structs, "static float load")), 1))
     subprocess.run(

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fa2gen.constraints import default_config
+from fa2gen.constraints import default_config, families_on
 from fa2gen.errors import ArgumentError, InfeasibleError, UnsupportedError
 from fa2gen.gate import GateReport, check_forward
 from fa2gen.hardware import ArchLimits
 from fa2gen.problem import Problem
-from fa2gen.spec import NATIVE_HEAD_DIMS, FwdConfig, KernelSpec
+from fa2gen.spec import NATIVE_HEAD_DIMS, ForwardConfig, FwdConfig, KernelSpec
 from fa2gen.tuning.space import GRIDS, exclusion_reason
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -51,7 +51,7 @@ class PoolKernel:
     """A kernel that calls may ask for; a config of None leaves the choice to the tables."""
 
     spec: KernelSpec
-    config: FwdConfig | None
+    config: ForwardConfig | None
 
 
 @dataclass(frozen=True)
@@ -129,10 +129,10 @@ def kernel_pool(arch: ArchLimits, *, count: int, from_tables: int, max_head_dim:
     return kernels
 
 
-def random_config(spec: KernelSpec, arch: ArchLimits, rng: random.Random) -> FwdConfig:
-    """Any member of the tuner's space of a spec, each tunable drawn alone; the rare values get their chance."""
+def random_config(spec: KernelSpec, arch: ArchLimits, rng: random.Random) -> ForwardConfig:
+    """Any member of the tuner's spaces of a spec, each tunable drawn alone; the rare values get their chance."""
+    grid = GRIDS[spec.kind][rng.choice(families_on(spec, arch))]
     for _ in range(100_000):
-        grid = GRIDS[spec.kind]
         config = grid.config_of({name: rng.choice(values) for name, values in grid.values.items()})
         if config is not None and exclusion_reason(spec, config, arch) is None:
             return config

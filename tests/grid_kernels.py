@@ -101,7 +101,7 @@ def covering_configs(head_dim: int, gpu: Gpu) -> list[FwdConfig]:
 
 def value_pairs(config: FwdConfig) -> frozenset[tuple[tuple[str, object], ...]]:
     """Every single (tunable, value) of a config, and every two of them."""
-    values = tuple(GRIDS["fwd"].params_of(config).items())
+    values = tuple(GRIDS["fwd"]["sm80"].params_of(config).items())
     return frozenset([*((value,) for value in values), *itertools.combinations(values, 2)])
 
 

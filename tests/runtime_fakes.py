@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -10,10 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from fa2gen.codegen import PARAMS
+from fa2gen.codegen import param_struct
+from fa2gen.constraints_sm90 import compile_target
 from fa2gen.hardware import get_gpu
-from fa2gen.runtime import plan, plan_backward, request
+from fa2gen.runtime import plan, plan_backward, plan_forward, request
 from fa2gen.spec import Config, KernelSpec
+from fa2gen.tensor_map import BYTES, TensorMap
 
 
 class FakeKernel:
@@ -49,14 +52,18 @@ class FakeDevice:
         together: How many kernels were compiled at once, each time.
     """
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, gpu: str = "a100") -> None:
+        self.gpu = get_gpu(gpu)
         self.kernels: list[FakeKernel] = []
         self.order: list[tuple[str, bytes]] = []
         self.together: list[int] = []
         self.capturing = False
         self.compiler_error: Exception | None = None
         monkeypatch.setattr(request, "_backend", lambda backend, device: "cuda")
-        monkeypatch.setattr(plan, "device_gpu", lambda index: get_gpu("a100"))
+        monkeypatch.setattr(plan, "device_gpu", lambda index: self.gpu)
+        # By name: in the package, the function of the same name hides the module.
+        monkeypatch.setattr(sys.modules["fa2gen.runtime.describe"], "device_gpu", lambda index: self.gpu)
+        monkeypatch.setattr(plan_forward, "map_packer", lambda map, index: lambda address: fake_map(map, address))
         monkeypatch.setattr(plan, "compile_kernel", self._compile)
         monkeypatch.setattr(plan, "compile_many", self._compile_many)
         monkeypatch.setattr(plan, "load", self._load)
@@ -67,7 +74,7 @@ class FakeDevice:
     def _compile(self, source: Any, target: str) -> Any:
         if self.compiler_error is not None:
             raise self.compiler_error
-        assert target == "sm_80"
+        assert target == compile_target(source.config, self.gpu.target)
         return source
 
     def _compile_many(self, jobs: list[tuple[Any, str]]) -> list[Any]:
@@ -91,6 +98,12 @@ def call_inputs(
     ]
 
 
-def unpacked(params: bytes, kernel: str = "fwd") -> dict[str, Any]:
-    names = [field.name for field in PARAMS[kernel].fields]
-    return dict(zip(names, struct.unpack(PARAMS[kernel].format, params), strict=True))
+def fake_map(map: TensorMap, address: int) -> bytes:
+    """Stands for an encoded map: the address, and what the map is."""
+    return (struct.pack("<Qq", address, hash(map))).ljust(BYTES, b"\0")
+
+
+def unpacked(params: bytes, kernel: str = "fwd", family: str = "sm80") -> dict[str, Any]:
+    fields = param_struct(kernel, family)
+    names = [field.name for field in fields.fields]
+    return dict(zip(names, struct.unpack(fields.format, params), strict=True))

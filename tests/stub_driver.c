@@ -1,7 +1,8 @@
 // Enough of the driver for main.cpp to run without a GPU: memory is malloc's. A launch writes down what it was given,
 // and by the variable STUB does nothing, computes attention or its gradients ("right"), or leaves out every last key
 // ("drops a key"). With "no GPU", "other chip" and "small chip" it never comes to a launch. The parameter structs are
-// those of main.cpp, put in front of what uses them; FORWARD and BACKWARD say which there are.
+// those of main.cpp, put in front of what uses them; FORWARD, FORWARD_SM90 and BACKWARD say which there are. With
+// FORWARD_SM90 it is a Hopper chip of five SMs, whose encoded tensor maps read as fa2gen's emulator reads them.
 #include <cuda.h>
 #include <math.h>
 #include <stdint.h>
@@ -17,6 +18,16 @@ CUresult cuInit(unsigned f) { return stub_is("no GPU") ? CUDA_ERROR_NO_DEVICE : 
 CUresult cuDeviceGetCount(int* n) { *n = 1; return CUDA_SUCCESS; }
 CUresult cuDeviceGetName(char* name, int n, CUdevice d) { snprintf(name, n, "Stub"); return CUDA_SUCCESS; }
 CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute a, CUdevice d) {
+#ifdef FORWARD_SM90
+  if (!stub_is("other chip")) {
+    *value = a == CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR   ? 9
+             : a == CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR ? 0
+             : a == CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT     ? 5
+             : stub_is("small chip")                             ? 1024
+                                                                 : 232448;
+    return CUDA_SUCCESS;
+  }
+#endif
   *value = a == CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR   ? 8
            : a == CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR ? 9
            : stub_is("small chip")                             ? 1024
@@ -57,29 +68,89 @@ static void store(CUdeviceptr p, int64_t i, int bf16, float x) {
   memcpy(&u, &x, 4);
   ((uint16_t*)p)[i] = (u + 0x7fff + (u >> 16 & 1)) >> 16;
 }
-#ifdef FORWARD
-static void attend(struct FwdParams p, int bf16, int gqa, int dropped) {
-  const int d = p.q_head_stride;
+#if defined FORWARD || defined FORWARD_SM90
+// Tensors by address, elements from one batch, row and head to the next.
+struct Tensor {
+  CUdeviceptr address;
+  int64_t batch, row, head;
+};
+struct Forward {
+  struct Tensor q, k, v, o;
+  CUdeviceptr lse;
+  int num_batches, num_heads, seqlen_q, seqlen_k;
+  float softmax_scale;
+};
+static int64_t place(struct Tensor t, int b, int i, int h) { return b * t.batch + i * t.row + h * t.head; }
+static void attend(struct Forward p, const char* name, int dropped) {
+  const int d = p.q.head, bf16 = !!strstr(name, "bf16"), gqa = atoi(strstr(name, "gqa") + 3);
   double *w = malloc(8 * p.seqlen_k), *o = malloc(8 * d);
-  for (int b = 0; b < p.batch; b++) for (int h = 0; h < p.num_heads; h++) for (int i = 0; i < p.seqlen_q; i++) {
-    int visible = i + 1 + p.seqlen_k - p.seqlen_q;
+  for (int b = 0; b < p.num_batches; b++) for (int h = 0; h < p.num_heads; h++) for (int i = 0; i < p.seqlen_q; i++) {
+    int visible = strstr(name, "causal") ? i + 1 + p.seqlen_k - p.seqlen_q : p.seqlen_k;
     visible = (visible < 0 ? 0 : visible) - (visible > dropped ? dropped : 0);
     double sum = 0;
     memset(o, 0, 8 * d);
     for (int j = 0; j < visible; j++) {
       double s = 0;
       for (int c = 0; c < d; c++)
-        s += (double)load(p.q, b * p.q_batch_stride + i * p.q_row_stride + h * p.q_head_stride + c, bf16) *
-             load(p.k, b * p.k_batch_stride + j * p.k_row_stride + h / gqa * p.k_head_stride + c, bf16);
+        s += (double)load(p.q.address, place(p.q, b, i, h) + c, bf16) *
+             load(p.k.address, place(p.k, b, j, h / gqa) + c, bf16);
       sum += w[j] = exp(s * p.softmax_scale);
       for (int c = 0; c < d; c++)
-        o[c] += w[j] * load(p.v, b * p.v_batch_stride + j * p.v_row_stride + h / gqa * p.v_head_stride + c, bf16);
+        o[c] += w[j] * load(p.v.address, place(p.v, b, j, h / gqa) + c, bf16);
     }
     for (int c = 0; c < d; c++)
-      store(p.o, b * p.o_batch_stride + i * p.o_row_stride + h * p.o_head_stride + c, bf16, visible ? o[c] / sum : 0);
-    ((float*)p.softmax_lse)[(b * p.num_heads + h) * (int64_t)p.seqlen_q + i] = log(sum);
+      store(p.o.address, place(p.o, b, i, h) + c, bf16, visible ? o[c] / sum : 0);
+    ((float*)p.lse)[(b * p.num_heads + h) * (int64_t)p.seqlen_q + i] = log(sum);
   }
   free(w), free(o);
+}
+#endif
+#ifdef FORWARD
+static struct Forward forward(struct FwdParams p) {
+  return (struct Forward){{p.q, p.q_batch_stride, p.q_row_stride, p.q_head_stride},
+                          {p.k, p.k_batch_stride, p.k_row_stride, p.k_head_stride},
+                          {p.v, p.v_batch_stride, p.v_row_stride, p.v_head_stride},
+                          {p.o, p.o_batch_stride, p.o_row_stride, p.o_head_stride},
+                          p.softmax_lse, p.batch, p.num_heads, p.seqlen_q, p.seqlen_k, p.softmax_scale};
+}
+#endif
+#ifdef FORWARD_SM90
+// What TensorMap.emulated() of fa2gen packs.
+struct Map {
+  uint64_t address, strides[3];
+  uint32_t sizes[4], box[4], swizzle_bytes;
+};
+CUresult cuTensorMapEncodeTiled(CUtensorMap* encoded, CUtensorMapDataType type, cuuint32_t rank, void* address,
+                                const cuuint64_t* sizes, const cuuint64_t* strides, const cuuint32_t* box,
+                                const cuuint32_t* element_strides, CUtensorMapInterleave interleave,
+                                CUtensorMapSwizzle swizzle, CUtensorMapL2promotion promotion,
+                                CUtensorMapFloatOOBfill fill) {
+  if (rank != 4 || interleave != CU_TENSOR_MAP_INTERLEAVE_NONE || swizzle != CU_TENSOR_MAP_SWIZZLE_128B ||
+      fill != CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE || (uint64_t)address % 16 ||
+      (type != CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 && type != CU_TENSOR_MAP_DATA_TYPE_FLOAT16))
+    return CUDA_ERROR_INVALID_VALUE;
+  struct Map map = {.address = (uint64_t)address, .swizzle_bytes = 128};
+  for (int i = 0; i < 4; i++) {
+    if (!sizes[i] || sizes[i] > 1ull << 32 || !box[i] || box[i] > 256 || element_strides[i] != 1)
+      return CUDA_ERROR_INVALID_VALUE;
+    if (i < 3 && (strides[i] % 16 || strides[i] >= 1ull << 40)) return CUDA_ERROR_INVALID_VALUE;
+    map.sizes[i] = sizes[i], map.box[i] = box[i];
+    if (i < 3) map.strides[i] = strides[i];
+  }
+  memset(encoded, 0, sizeof *encoded);
+  memcpy(encoded, &map, sizeof map);
+  return CUDA_SUCCESS;
+}
+static struct Tensor mapped(const CUtensorMap* encoded) {
+  struct Map map;
+  memcpy(&map, encoded, sizeof map);
+  return (struct Tensor){map.address, map.strides[2] / 2, map.strides[0] / 2, map.strides[1] / 2};
+}
+static struct Forward forward_sm90(const struct FwdSm90Params* p, const char* name) {
+  const struct Tensor o = {p->o, p->o_batch_stride, p->o_row_stride, p->o_head_stride};
+  return (struct Forward){mapped(&p->q_map), mapped(&p->k_map), mapped(&p->v_map),
+                          strstr(name, "_tma") ? mapped(&p->o_map) : o,
+                          p->softmax_lse, p->batch, p->num_heads, p->seqlen_q, p->seqlen_k, p->softmax_scale};
 }
 #endif
 #ifdef BACKWARD
@@ -137,9 +208,15 @@ CUresult cuLaunchKernel(CUfunction f, unsigned gx, unsigned gy, unsigned gz, uns
   const int max_smem = ((struct Function*)f)->max_smem;
   int size = 0;
 #ifdef FORWARD
-  if (!strncmp(name, "fa2gen_fwd", 10)) {
+  if (!strncmp(name, "fa2gen_fwd", 10) && strstr(name, "_sm80_")) {
     size = sizeof(struct FwdParams);
-    if (stub) attend(*(struct FwdParams*)arguments[0], !!strstr(name, "bf16"), atoi(strstr(name, "gqa") + 3), *stub == 'd');
+    if (stub) attend(forward(*(struct FwdParams*)arguments[0]), name, *stub == 'd');
+  }
+#endif
+#ifdef FORWARD_SM90
+  if (!strncmp(name, "fa2gen_fwd", 10) && strstr(name, "_sm90_")) {
+    size = sizeof(struct FwdSm90Params);
+    if (stub) attend(forward_sm90(arguments[0], name), name, *stub == 'd');
   }
 #endif
 #ifdef BACKWARD

@@ -13,6 +13,7 @@ from fa2gen import __version__
 from fa2gen.codegen import kernels_of
 from fa2gen.compile import compile_many, kernel_source
 from fa2gen.constraints import default_config, infeasible_reason
+from fa2gen.constraints_sm90 import compile_target
 from fa2gen.errors import UnsupportedError
 from fa2gen.problem import Problem
 from fa2gen.runtime import Description, attention, describe, warmup, warmup_specs
@@ -67,7 +68,13 @@ def compile_ahead(cells: Sequence[Cell], choice: Choice, *, online: bool = False
         kernels += [(spec, _online(config)) for spec, config in kernels if isinstance(config, FwdConfig)]
     gpu = device_gpu(torch.cuda.current_device())
     legal = [pair for pair in dict.fromkeys(kernels) if infeasible_reason(*pair, gpu.arch) is None]
-    compile_many([(kernel_source(*pair, kernel), gpu.target) for pair in legal for kernel in kernels_of(pair[0].kind)])
+    compile_many(
+        [
+            (kernel_source(spec, config, kernel), compile_target(config, gpu.target))
+            for spec, config in legal
+            for kernel in kernels_of(spec.kind)
+        ]
+    )
 
 
 def _kernel_calls(cell: Cell, deterministic: bool) -> list[tuple[KernelSpec, Problem]]:

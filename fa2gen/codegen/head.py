@@ -7,11 +7,10 @@ from typing import Any
 from ..constraints import infeasible_reason, smem_plan
 from ..constraints_backward import POSTPROCESS_ROWS, PREPROCESS_ROWS
 from ..constraints_backward import smem_plan as bwd_smem_plan
-from ..constraints_sm90 import padded_columns, register_split
+from ..constraints_sm90 import TARGET, consumer_registers, padded_columns, register_split
 from ..constraints_sm90 import smem_plan as sm90_smem_plan
 from ..hardware import arch_limits, supported_compute_capabilities
 from ..spec import BwdConfig, Config, FwdSm90Config, KernelSpec
-from ..tensor_map import BYTES
 from .files import environment
 from .structs import param_struct
 
@@ -21,11 +20,14 @@ def _assignments(form: dict[str, Any]) -> str:
 
 
 def grid_rule(spec: KernelSpec, config: Config, kernel: str | None = None) -> str:
-    """The number of thread blocks of a launch as a formula, as C and Python read it but for ``ceil`` and ``/``."""
+    """The number of thread blocks of a launch as a formula, as C and Python read it but for ``ceil`` and ``/``.
+
+    ``num_sms`` in it are the multiprocessors of the chip.
+    """
     if isinstance(config, BwdConfig):
         return _backward_grid_rule(spec, config, kernel or spec.kind)
     if isinstance(config, FwdSm90Config):
-        return f"min(batch * num_heads * ceil(seqlen_q / {config.block_m}), number of SMs)"
+        return f"min(batch * num_heads * ceil(seqlen_q / {config.block_m}), num_sms)"
     if not config.pack_gqa:
         return f"batch * num_heads * ceil(seqlen_q / {config.block_m})"
     ratio = spec.gqa_ratio
@@ -86,6 +88,10 @@ def head_comment(spec: KernelSpec, config: Config, kernel: str, entry: str, laun
     )
 
 
+# Of an H200.
+_EXAMPLE_SMS = 132
+
+
 def _sm90_head_comment(spec: KernelSpec, config: FwdSm90Config, entry: str) -> str:
     heads = spec.gqa_ratio * max(1, 32 // spec.gqa_ratio)
     m_blocks = -(-4000 // config.block_m)
@@ -99,11 +105,13 @@ def _sm90_head_comment(spec: KernelSpec, config: FwdSm90Config, entry: str) -> s
             smem=sm90_smem_plan(spec, config),
             padded=padded_columns(spec.head_dim),
             split=register_split(config),
-            map_bytes=BYTES,
+            consumer_registers=consumer_registers(config),
+            target=TARGET,
             params=param_struct(spec.kind, config.family),
             grid=grid_rule(spec, config),
             example_heads=heads,
             example_tiles=f"2 * {heads} * ceil(4000 / {config.block_m}) = {2 * heads * m_blocks}",
+            example_blocks=min(2 * heads * m_blocks, _EXAMPLE_SMS),
             spec_text=_assignments(spec.canonical()),
             config_text=_assignments(config.canonical()),
         )

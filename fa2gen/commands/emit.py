@@ -64,6 +64,7 @@ def command(
       nvcc -cubin -arch=sm_80 out/fwd_d128_bf16_causal_gqa1.cu
       fa2gen emit --kind both --headdim 128 --gpu h200 -o out/
       fa2gen emit --headdim 64 --dtype fp16 --causal --config default --stdout
+      fa2gen emit --headdim 128 --gpu h200 --config sm90_128x128_st2_q1_ov_pp_static_tma -o out/
     """
     from ..emit import EXTRA_FILES, choose, emit, manifest
 
@@ -98,13 +99,16 @@ def command(
         click.echo(kernel.source.text, nl=False)
         return
     kernels = emit(specs, gpu, out, seqlen_q=seqlen_q, seqlen_k=seqlen_k, config=chosen)
+    form = manifest(kernels, gpu)
     if as_json:
         files = [*(kernel.file for kernel in kernels), *EXTRA_FILES]
-        click.echo(json.dumps({"out": str(out), "files": files, **manifest(kernels, gpu)}, indent=2))
+        click.echo(json.dumps({"out": str(out), "files": files, **form}, indent=2))
         return
     _report(kernels, out)
     make = f"make -C {shlex.quote(str(out))}"
-    click.echo(f"{out / EXTRA_FILES[0]}, {', '.join(EXTRA_FILES[1:])}: {make}, for {gpu.target}")
+    # Kernels of the sm90 family have one target, which is not the chip's.
+    built = [gpu.target if gpu.target in entry["targets"] else entry["targets"][0] for entry in form["kernels"]]
+    click.echo(f"{out / EXTRA_FILES[0]}, {', '.join(EXTRA_FILES[1:])}: {make}, for {' and '.join(sorted(set(built)))}")
 
 
 def _report(kernels: list[EmittedKernel], out: Path) -> None:

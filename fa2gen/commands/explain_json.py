@@ -78,8 +78,8 @@ def explanation_json(e: Explanation, *, list_excluded: bool = False) -> dict[str
             "efficiency": e.grid.efficiency,
         },
         "prediction": {
-            "model_version": model_version(e.spec.kind),
-            "validity": validity(e.gpu, e.spec.kind),
+            "model_version": model_version(e.spec.kind, e.selection.config.family),
+            "validity": validity(e.gpu, e.spec.kind, e.selection.config.family),
             "ms": e.prediction.ms if math.isfinite(e.prediction.ms) else None,
             "tflops": e.tflops,
             "limit": e.prediction.limit,

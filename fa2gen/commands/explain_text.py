@@ -219,7 +219,8 @@ def _time(e: Explanation) -> Iterator[str]:
         for name, ms in [*((f"{name} alone", ms) for name, ms in resources), ("waits, tail, launch", rest)]:
             share = ms / prediction.ms
             yield f"  {'  ' + name:<{_LABEL}}{_ms(ms):>10}{share:>6.0%}  {'#' * round(40 * share)}".rstrip()
-        yield from _row("model", f"{model_version(e.spec.kind)}, {validity(e.gpu, e.spec.kind)}")
+        model = (e.spec.kind, e.selection.config.family)
+        yield from _row("model", f"{model_version(*model)}, {validity(e.gpu, *model)}")
     for time in e.measured:
         yield from _row("measured", _measured(e, time))
     if not e.measured:

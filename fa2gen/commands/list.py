@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ..constraints import families_on
 from ..hardware import Gpu, get_gpu, list_gpus
 from ..spec import ALIGNMENTS, DTYPES, FAMILIES, KINDS, MAX_GQA_RATIO, NATIVE_HEAD_DIMS, SOFTMAXES, KernelSpec
 from .options import gpu_option, json_option
@@ -35,8 +36,8 @@ def gpus(verbose: bool, as_json: bool) -> None:
     """List the GPUs that fa2gen knows, with their figures and what is tuned for them.
 
     TFLOP/s is the peak of mma.sync with 16-bit inputs and float32 sums at the maximum clock: what the sm80 kernels can
-    use. Tables are measured on the chip or predicted by the performance model; stale entries were made with other
-    templates.
+    use. Families are those of the forward's kernels that run there. Tables are measured on the chip or predicted by the
+    performance model, an entry for each kernel, family and size class; stale entries were made with other templates.
 
     \b
     Examples:
@@ -47,16 +48,16 @@ def gpus(verbose: bool, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(rows, indent=2))
         return
-    columns = ("name", "GPU", "cc", "SMs", "GHz", "GB", "GB/s", "L2 MiB", "TFLOP/s", "tables")
+    columns = ("name", "GPU", "cc", "SMs", "GHz", "GB", "GB/s", "L2 MiB", "TFLOP/s", "families", "tables")
     cells = [
         (
             row["name"], row["title"], row["compute_capability"], str(row["num_sms"]), f"{row['boost_ghz']:.3f}",
             str(row["memory_gb"]), f"{row['hbm_gbs']:,.0f}", str(row["l2_bytes"] >> 20), f"{row['mma_tflops']:.1f}",
-            _tables_text(row["tables"]),
+            " ".join(row["families"]), _tables_text(row["tables"]),
         )
         for row in rows
     ]  # fmt: skip
-    for row, line in zip([None, *rows], _aligned([columns, *cells], left=(0, 1, 9)), strict=True):
+    for row, line in zip([None, *rows], _aligned([columns, *cells], left=(0, 1, 9, 10)), strict=True):
         click.echo(line)
         if verbose and row is not None:
             click.echo(f"    {', '.join(row['device_names'])}\n    {row['source']}")
@@ -74,13 +75,14 @@ def _gpu_row(gpu: Gpu) -> dict[str, Any]:
         "hbm_gbs": gpu.hbm_gbs,
         "l2_bytes": gpu.l2_bytes,
         "mma_tflops": gpu.mma_tflops,
+        "families": list(families_on(KernelSpec(), gpu.arch)),
         "device_names": list(gpu.device_names),
         "source": gpu.source,
     }
 
 
 def _tables(gpu: Gpu) -> dict[str, int]:
-    """Tuned entries for a GPU in the package's and the user's tables together, one a kernel and size class.
+    """Tuned entries for a GPU in the package's and the user's tables together, one a kernel, family and size class.
 
     ``stale`` ones, which are among the others, were made with other templates and have not passed the gate since.
     """
@@ -153,23 +155,31 @@ def kernels(kind: str | None, gpu_name: str | None, as_json: bool) -> None:
 
 def _kernel_row(kind: str, family: str, gpu: Gpu | None) -> dict[str, Any]:
     from ..codegen import kernels_of, manifest, template_hash
+    from ..constraints import default_config_of
+    from ..constraints_sm90 import compile_target, padded_columns
     from ..hardware import arch_limits, supported_compute_capabilities
 
-    # A call with other head dims pads them, one with other views copies them.
-    multiple = 1 if kind == "fwd" else 8
+    # A call with other head dims pads them, one with other views copies them or runs another family.
+    unaligned = (kind, family) == ("fwd", "sm80")
+    multiple = 1 if unaligned else 8
+    widths = NATIVE_HEAD_DIMS if family == "sm80" else tuple(dict.fromkeys(map(padded_columns, NATIVE_HEAD_DIMS)))
+    config, archs = default_config_of(KernelSpec(kind), family), map(arch_limits, supported_compute_capabilities())
+    softmaxes = SOFTMAXES if family == "sm80" else ("online",)
     row: dict[str, Any] = {
         "kind": kind,
         "family": family,
         "kernels": list(kernels_of(kind)),
         "head_dims": [multiple, NATIVE_HEAD_DIMS[-1]],
         "head_dim_multiple": multiple,
-        "native_head_dims": list(NATIVE_HEAD_DIMS),
+        "native_head_dims": list(widths),
         "dtypes": list(DTYPES),
         "masks": ["full", "causal"],
         "max_gqa_ratio": MAX_GQA_RATIO,
-        "alignments": list(ALIGNMENTS) if kind == "fwd" else [16],
-        **({"softmaxes": list(SOFTMAXES)} if kind == "fwd" else {"deterministic": [False, True]}),
-        "targets": [arch_limits(capability).target for capability in supported_compute_capabilities()],
+        "alignments": list(ALIGNMENTS) if unaligned else [16],
+        **({"softmaxes": list(softmaxes)} if kind == "fwd" else {"deterministic": [False, True]}),
+        "targets": [
+            compile_target(config, arch.target) for arch in archs if family in families_on(KernelSpec(kind), arch)
+        ],
         "templates": list(manifest(kind, family)),
         "template_hash": template_hash(kind, family),
     }
@@ -177,9 +187,9 @@ def _kernel_row(kind: str, family: str, gpu: Gpu | None) -> dict[str, Any]:
         from ..tuning.space import GRIDS, legal_space
 
         row["gpu"] = gpu.name
-        row["configs"] = len(GRIDS[kind].configs(False))
+        row["configs"] = len(GRIDS[kind][family].configs(False))
         row["legal_configs"] = {
-            str(width): len(legal_space(KernelSpec(kind, width), gpu).configs) for width in NATIVE_HEAD_DIMS
+            str(width): len(legal_space(KernelSpec(kind, width), gpu, family).configs) for width in widths
         }
     return row
 

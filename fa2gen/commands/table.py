@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..errors import TableError
-from ..spec import DTYPES, KINDS
+from ..spec import DTYPES, FAMILIES, KINDS
 from .options import gpu_option, json_option, out_option
 
 if TYPE_CHECKING:
@@ -45,6 +45,11 @@ def command() -> None:
     default=None,
     help="Only backward kernels that give equal bits from run to run, or only those that do not.",
 )
+@click.option(
+    "--family",
+    type=click.Choice(tuple(dict.fromkeys(family for each in FAMILIES.values() for family in each))),
+    help="Only kernels of this family. [default: all]",
+)
 @json_option
 def show(
     gpu_name: str | None,
@@ -53,13 +58,15 @@ def show(
     dtypes: tuple[str, ...],
     causal: bool | None,
     deterministic: bool | None,
+    family: str | None,
     as_json: bool,
 ) -> None:
     """Show tuned entries: time, rate, how it is known, and whether the templates have changed since.
 
     A bucket is a size class: q12_k12_w3 is up to 2^12 queries and keys a sequence, and at least 2^3 (w4: or more)
     query tiles of 128 rows for each SM. The spread is that of the middle 60 % of the launches, relative to the median.
-    A stale entry is passed over; one that passed the gate again is used.
+    A stale entry is passed over; one that passed the gate again is used. Where a kernel and size have entries of
+    several families, a call runs the fastest that can serve it.
 
     \b
     Examples:
@@ -82,6 +89,7 @@ def show(
             and (not dtypes or spec.dtype in dtypes)
             and (causal is None or spec.causal == causal)
             and (deterministic is None or (spec.kind, spec.deterministic) == ("bwd", deterministic))
+            and (family is None or status.entry.config.family == family)
         )
 
     files, statuses = _read(gpu_name)
@@ -154,8 +162,8 @@ def check_command(gpu_name: str | None, regate: bool, as_json: bool) -> int:
 def import_command(files: tuple[Path, ...], out: Path | None, as_json: bool) -> None:
     """Merge table files of other machines into the user's tables.
 
-    The merge rule is that of tune: measured over predicted, newer over older, and no change of config for a difference
-    that is within the noise. Files are checked whole before anything is written.
+    The merge rule, for the entries of each family, is that of tune: measured over predicted, newer over older, and no
+    change of config for a difference that is within the noise. Files are checked whole before anything is written.
 
     \b
     Example:
@@ -234,12 +242,12 @@ def _show_entries(statuses: Sequence[EntryStatus]) -> None:
     """Two lines an entry, within 80 columns; a third for what is out of the ordinary."""
     kernels = max(len(status.entry.spec.slug()) for status in statuses)
     buckets = max(len(status.entry.bucket.label()) for status in statuses)
-    click.echo(f"{'kernel':<{kernels}}  {'bucket':<{buckets}}  {'ms':>9}  {'TFLOP/s':>7}  kind")
+    click.echo(f"{'kernel':<{kernels}}  {'bucket':<{buckets}}  {'ms':>9}  {'TFLOP/s':>7}  family  kind")
     for status in statuses:
         entry, m = status.entry, status.entry.measurement
         click.echo(
             f"{entry.spec.slug():<{kernels}}  {entry.bucket.label():<{buckets}}  {m.ms:>9.4f}  "
-            f"{_tflops(status):>7.1f}  {m.kind}"
+            f"{_tflops(status):>7.1f}  {entry.config.family:<6}  {m.kind}"
         )
         details = [entry.config.slug()]
         if m.kind == "measured":
@@ -266,7 +274,8 @@ def _show_check(files: Sequence[TableFile], statuses: Sequence[EntryStatus], res
     for result in results:
         entry = result.status.entry
         verdict = "passed" if result.passed else "FAILED"
-        click.echo(f"{verdict}: {result.status.file.gpu} {entry.spec.slug()} {entry.bucket.label()}")
+        name = f"{entry.spec.slug()} {entry.bucket.label()} {entry.config.family}"
+        click.echo(f"{verdict}: {result.status.file.gpu} {name}")
         if not result.passed:
             click.echo(f"    {entry.config.slug()}: {' '.join(result.text.split())}")
     for file in files:
@@ -294,6 +303,7 @@ def _name(status: EntryStatus) -> dict[str, Any]:
     return {
         "kernel": status.entry.spec.slug(),
         "bucket": status.entry.bucket.label(),
+        "family": status.entry.config.family,
         "config": status.entry.config.slug(),
     }
 

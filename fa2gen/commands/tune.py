@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..problem import MAX_SEQLEN
+from ..spec import FAMILIES
 from ..tuning.defaults import MEASURED_TRIALS, PREDICTED_TRIALS, SEQLENS
 from .options import (
     gpu_option,
@@ -70,14 +71,21 @@ def _finite(_ctx: click.Context, _param: click.Parameter, value: float | None) -
     f"{', '.join(map(str, SEQLENS))}. [default: {_DEFAULT}]",
 )
 @seqlen_options(None, minimum=1)
+@click.option(
+    "--family",
+    "families",
+    type=click.Choice(tuple(dict.fromkeys(family for each in FAMILIES.values() for family in each))),
+    multiple=True,
+    help="Only kernels of this family; may be repeated. [default: all that the GPU runs]",
+)
 @out_option("Folder of tables to write to. [default: the user's data folder]")
 @click.option(
     "--trials",
     type=click.IntRange(min=0),
     metavar="N",
-    help=f"Configs to try: measured, for each kernel and size [default: {MEASURED_TRIALS}]; predicted, to compile for "
-    f"each kernel [default: {PREDICTED_TRIALS}]. The default config and the one in the tables are tried besides; 0: "
-    "those alone.",
+    help=f"Configs of each family to try: measured, for each kernel and size [default: {MEASURED_TRIALS}]; predicted, "
+    f"to compile for each kernel [default: {PREDICTED_TRIALS}]. The default config and the one in the tables are tried "
+    "besides; 0: those alone.",
 )
 @click.option(
     "--timeout",
@@ -117,6 +125,7 @@ def command(
     buckets: _Lengths | None,
     seqlen_q: int | None,
     seqlen_k: int | None,
+    families: tuple[str, ...],
     out: Path | None,
     trials: int | None,
     timeout: float | None,
@@ -127,18 +136,20 @@ def command(
     dry_run: bool,
     as_json: bool,
 ) -> int:
-    """Find the fastest config of each kernel and size class, and save it to a table.
+    """Find the fastest config of each kernel, family and size class, and save it to a table.
 
     If the GPU named is at hand, configs are measured on it, or on several of it side by side. Otherwise they are
     compiled for it and ranked by a performance model, and the table says that they are predicted. Either way a config
     is saved only after its results met the tolerance rule, and one that the tables hold already stays unless another
-    is clearly faster.
+    is clearly faster. On Hopper forwards have two families, sm80 and sm90: a call runs the faster of their best configs
+    that can serve it.
 
     \b
     Examples:
       fa2gen tune --headdim 128 --gpu a100
       fa2gen tune --headdim 64 --headdim 128 --dtype bf16 --causal --seqlen-q 4096
       fa2gen tune --headdim 128 --kind both
+      fa2gen tune --headdim 128 --gpu h200 --family sm90
       fa2gen tune --headdim 128 --buckets 2048,1x8192 --gpu a100 --dry-run
     """
     context = click.get_current_context()
@@ -154,11 +165,11 @@ def command(
     requests = _requests(specs, parse_sizes(_DEFAULT) if buckets is None else buckets)
     from . import tune_output as output
 
-    chosen = devices or None
+    chosen, wanted = devices or None, families or None
     if dry_run:
         from ..tuning.plan import make_plan
 
-        plan = make_plan(requests, gpu, out=out, trials=trials, devices=chosen)
+        plan = make_plan(requests, gpu, out=out, trials=trials, devices=chosen, families=wanted)
         if as_json:
             click.echo(json.dumps(output.plan_as_json(plan), indent=2))
         else:
@@ -178,6 +189,7 @@ def command(
             devices=chosen,
             seed=seed,
             storage=storage,
+            families=wanted,
         )
     if as_json:
         click.echo(json.dumps(output.report_as_json(report), indent=2))

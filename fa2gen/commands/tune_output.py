@@ -127,15 +127,15 @@ def show_report(report: TuneReport) -> None:
 
 def _validity(report: TuneReport) -> str:
     """What is known of the models that a session's predictions are of."""
-    from ..spec import KINDS
-    from ..tuning.model import validity
+    from ..tuning.model import CALIBRATED_ON, validity
 
-    tuned = {entry.spec.kind for entry in report.entries} | {failure.spec.kind for failure in report.failures}
-    known = {kind: validity(report.gpu, kind) for kind in KINDS if kind in tuned or not tuned}
-    # Mostly one kind is tuned, and what is known of both may be the same.
+    tuned = {(entry.spec.kind, entry.config.family) for entry in report.entries}
+    tuned |= {(failure.spec.kind, failure.config.family) for failure in report.failures}
+    known = {model: validity(report.gpu, *model) for model in CALIBRATED_ON if model in tuned or not tuned}
+    # Mostly one kind is tuned, and what is known of all may be the same.
     if len({*known.values()}) == 1:
         return next(iter(known.values()))
-    return "; ".join(f"{kind}: {words}" for kind, words in known.items())
+    return "; ".join(f"{kind} {family}: {words}" for (kind, family), words in known.items())
 
 
 def report_as_json(report: TuneReport) -> dict[str, Any]:
@@ -165,6 +165,7 @@ def _entry_as_json(report: TuneReport, entry: TunedEntry) -> dict[str, Any]:
     form: dict[str, Any] = {
         "spec": entry.spec.canonical(),
         "bucket": entry.bucket.label(),
+        "family": entry.config.family,
         "config": entry.config.canonical(),
         "ms": measurement.ms,
         "tflops": _tflops(entry),
@@ -198,14 +199,16 @@ def show_plan(plan: Plan) -> None:
         console.print(text, markup=False, soft_wrap=True)
 
     how = f"measured on device {', '.join(map(str, plan.devices))}" if plan.devices else "predicted"
-    work = count_text(len(plan.requests), "kernel and size", "kernels and sizes")
+    # Families of a kernel and size are rows of their own.
+    sizes = len({row.request for row in plan.requests})
+    work = count_text(sizes, "kernel and size", "kernels and sizes")
     line(f"{plan.gpu.title}: {work} to tune, {how}")
     for row in plan.requests:
         problem = row.request.problem
         line(
             f"{row.request.spec.slug()} {row.bucket.label()}: {problem.batch} x {problem.num_heads_q}/"
-            f"{problem.num_heads_k} heads x {problem.seqlen_q}/{problem.seqlen_k}, {row.legal:,} legal configs, "
-            f"{row.excluded:,} excluded"
+            f"{problem.num_heads_k} heads x {problem.seqlen_q}/{problem.seqlen_k}, {row.legal:,} legal configs of "
+            f"{row.family}, {row.excluded:,} excluded"
         )
         for name, config in _first(row):
             line(f"  {name:<9} {config.slug()}")
@@ -232,6 +235,7 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
                 "kernel": row.request.spec.slug(),
                 "bucket": row.bucket.label(),
                 **vars(row.request.problem),
+                "family": row.family,
                 "legal_configs": row.legal,
                 "excluded_configs": row.excluded,
                 "default": row.default.canonical(),

@@ -13,7 +13,7 @@ from ..errors import ArgumentError, CompileError, ToolchainError
 from .cache import Build, CubinCache, cache_key, default_cache
 from .invoke import Processes, run_nvcc, run_pycuda
 from .nvcc import Nvcc, find_nvcc, first_release, key_flags
-from .ptxas import ResourceUsage, parse_ptxas
+from .ptxas import ResourceUsage, parse_ptxas, require_asynchronous
 
 
 @dataclass(frozen=True)
@@ -158,6 +158,7 @@ def _build(source: KernelSource, target: str, nvcc: Nvcc, processes: Processes |
     done = run_pycuda(source.text, target, nvcc) if processes is None else None
     cubin, log = done or run_nvcc(source.text, target, nvcc, processes)
     seconds = time.perf_counter() - start
+    require_asynchronous(log, source.entry)
     return Build(cubin, parse_ptxas(log, source.entry), log, nvcc.version, nvcc.build_id, seconds)
 
 

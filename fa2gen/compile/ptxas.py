@@ -38,10 +38,11 @@ _FRAME = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) b
 _REGISTERS = re.compile(r"Used (\d+) registers")
 _BARRIERS = re.compile(r"used (\d+) barriers")
 _STATIC_SMEM = re.compile(r"(\d+)(?:\+\d+)? bytes smem")
-# Texts that mean lost speed although the code is right. "serialized due to" is ptxas giving up on asynchronous wgmma.
-_REMARK = re.compile(
-    r"serialized due to|Potential Performance Loss|spill(?:ed|ing)? .*to local memory|setmaxnreg ignored", re.I
-)
+# Texts, whose numbers differ between toolkits, that mean another kernel than was written: every wgmma waits for the one
+# before, or warps keep the registers of the launch. Either costs a large factor.
+_REFUSAL = re.compile(r"serialized due to|'?setmaxnreg'? ignored", re.I)
+# Texts that mean lost speed although the code is right.
+_REMARK = re.compile(rf"{_REFUSAL.pattern}|Potential Performance Loss|spill(?:ed|ing)? .*to local memory", re.I)
 
 
 def parse_ptxas(log: str, entry: str) -> ResourceUsage:
@@ -73,6 +74,19 @@ def parse_ptxas(log: str, entry: str) -> ResourceUsage:
 def performance_remarks(log: str) -> tuple[str, ...]:
     """Lines in which the compiler says that it gave up speed, e.g. wgmma "serialized due to ...", in order."""
     return tuple(dict.fromkeys(line.strip() for line in log.splitlines() if _REMARK.search(line)))
+
+
+def require_asynchronous(log: str, entry: str) -> None:
+    """Raises where ptxas made something else of a kernel of wgmma and setmaxnreg than was written.
+
+    That it put in a ``warpgroup.arrive`` ("is injected") is no such case: the code is as fast without a complaint.
+
+    Raises:
+        CompileError: Its products are serialized, or its registers were not moved between warpgroups.
+    """
+    refusal = next((line.strip() for line in log.splitlines() if _REFUSAL.search(line)), None)
+    if refusal is not None:
+        raise CompileError(f"ptxas gave up on {entry} as it is written: {refusal}", log)
 
 
 def _section(log: str, entry: str) -> str | None:

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fa2gen.constraints import compile_target
-from fa2gen.constraints_sm90 import COMPUTE_CAPABILITY
+from fa2gen.constraints_sm90 import COMPUTE_CAPABILITY, compile_target
 from fa2gen.launch import bwd_plan, fwd_plan
 from fa2gen.problem import Problem
 from fa2gen.spec import BwdConfig, Config, ForwardConfig, KernelSpec

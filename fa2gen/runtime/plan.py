@@ -17,7 +17,8 @@ from fa2gen.codegen import kernels_of, template_hash
 from fa2gen.compile import CompiledKernel, compile_kernel, compile_many, default_cache, kernel_source
 from fa2gen.compile.cache import cache_key
 from fa2gen.compile.nvcc import key_flags
-from fa2gen.constraints import compile_target, infeasible_reason
+from fa2gen.constraints import infeasible_reason
+from fa2gen.constraints_sm90 import compile_target
 from fa2gen.driver import LoadedKernel, device_info, load
 from fa2gen.errors import CompileError, InfeasibleError, LaunchError
 from fa2gen.hardware import Gpu, match_device

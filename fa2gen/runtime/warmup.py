@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fa2gen.codegen import kernels_of
 from fa2gen.compile import compile_many, kernel_source
-from fa2gen.constraints import compile_target
+from fa2gen.constraints_sm90 import compile_target
 from fa2gen.driver import unavailable_reason
 from fa2gen.errors import ArgumentError, CompileError, GateError, LaunchError
 from fa2gen.gate import BackwardRunner, Runner, backward_cases, forward_cases, run_backward_gate, run_gate

@@ -1,4 +1,4 @@
-"""Tuned tables: what was found fastest for a spec and a bucket of sizes on a GPU, with its provenance."""
+"""Tuned tables: what was found fastest of each family for a spec and a bucket of sizes on a GPU, and how."""
 
 from .document import SCHEMA_VERSION, NewerSchemaError, parse_table, recover_entries, render_table
 from .lookup import SOURCES, Match, lookup
@@ -7,6 +7,7 @@ from .scan import TableFile, scan_tables
 from .schema import (
     NOISE_BAND,
     Clocks,
+    EntryKey,
     Incumbent,
     Measurement,
     Provenance,
@@ -22,6 +23,7 @@ __all__ = [
     "SCHEMA_VERSION",
     "SOURCES",
     "Clocks",
+    "EntryKey",
     "Incumbent",
     "Match",
     "Measurement",

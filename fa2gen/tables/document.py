@@ -14,11 +14,11 @@ from typing import Any
 
 from fa2gen.errors import ArgumentError, TableError
 from fa2gen.problem import Bucket, Problem
-from fa2gen.spec import KINDS, KernelSpec, config_from_canonical
+from fa2gen.spec import FAMILIES, KINDS, KernelSpec, config_from_canonical
 
-from .schema import Clocks, Incumbent, Measurement, Provenance, Regate, Table, TunedEntry
+from .schema import Clocks, EntryKey, Incumbent, Measurement, Provenance, Regate, Table, TunedEntry
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 _MAX_EXPONENT = 48  # of sizes: beyond every GPU's memory, within what a float takes when they are multiplied
 
 
@@ -31,15 +31,26 @@ def _to_2(document: dict[str, Any]) -> dict[str, Any]:
     return {**document, "schema": 2}
 
 
+def _to_3(document: dict[str, Any]) -> dict[str, Any]:
+    """Version 3 has an entry for each family of kernels where 2 has one, of the first family."""
+    return {**document, "schema": 3}
+
+
 # from-version -> function that turns a document of that version into one of the next.
-MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {1: _to_2}
+MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {1: _to_2, 2: _to_3}
+
+
+def _version_for(table: Table) -> int:
+    """The oldest version that can hold a table: one without newer families stays readable for older fa2gens."""
+    first = next(iter(FAMILIES[table.kind]))
+    return SCHEMA_VERSION if any(entry.config.family != first for entry in table.entries) else 2
 
 
 def render_table(table: Table) -> str:
     """JSON text of a table; entries sorted, one to a line, so that a diff shows what changed."""
     rows = sorted(table.entries, key=_sort_key)
     lines = ",\n".join("  " + json.dumps(entry_form(entry), allow_nan=False) for entry in rows)
-    head = json.dumps({"schema": SCHEMA_VERSION, "gpu": table.gpu, "target": table.target, "kind": table.kind})
+    head = json.dumps({"schema": _version_for(table), "gpu": table.gpu, "target": table.target, "kind": table.kind})
     return f'{head[:-1]}, "entries": [\n{lines}\n]}}\n' if rows else f'{head[:-1]}, "entries": []}}\n'
 
 
@@ -82,14 +93,14 @@ def parse_table(text: str, where: str, *, gpu: str | None = None, kind: str | No
         raise TableError(f"{where} is for kind {document['kind']!r}; this fa2gen has {', '.join(KINDS)}")
     if not isinstance(document["entries"], list):
         raise TableError(f"{where}: entries must be a list, got {type(document['entries']).__name__}")
-    entries: dict[tuple[KernelSpec, Bucket], TunedEntry] = {}
+    entries: dict[EntryKey, TunedEntry] = {}
     for index, row in enumerate(document["entries"]):
         place = f"{where}, entry {index}"
         entry = _entry_from_json(row, place)
         if entry.spec.kind != document["kind"]:
             raise TableError(f"{place}: a {entry.spec.kind} kernel in a table of {document['kind']}")
         if entry.key in entries:
-            raise TableError(f"{place} repeats {entry.spec.slug()} {entry.bucket.label()}")
+            raise TableError(f"{place} repeats {entry.spec.slug()} {entry.bucket.label()} {entry.config.family}")
         entries[entry.key] = entry
     return Table(document["gpu"], document["target"], document["kind"], tuple(entries.values()))
 
@@ -104,7 +115,7 @@ def recover_entries(text: str, where: str, *, gpu: str, kind: str) -> tuple[Tune
     """
     head, marker, rest = text.partition('"entries": [')
     decoder = json.JSONDecoder(object_pairs_hook=_no_repeated_keys, parse_constant=_no_constants)
-    entries: dict[tuple[KernelSpec, Bucket], TunedEntry] = {}
+    entries: dict[EntryKey, TunedEntry] = {}
     try:
         parse_table(f"{head}{marker}]}}", where, gpu=gpu, kind=kind)
     except TableError:
@@ -218,4 +229,4 @@ def _no_constants(name: str) -> Any:
 def _sort_key(entry: TunedEntry) -> tuple[Any, ...]:
     spec, bucket = entry.spec, entry.bucket
     identity = (spec.head_dim, spec.dtype, spec.causal, spec.gqa_ratio, -spec.alignment, spec.deterministic, spec.key())
-    return (*identity, bucket.log2_seqlen_q, bucket.log2_seqlen_k, bucket.log2_waves)
+    return (*identity, bucket.log2_seqlen_q, bucket.log2_seqlen_k, bucket.log2_waves, entry.config.family)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from fa2gen.constraints import borrowed_config, default_config, infeasible_reason
+from fa2gen.constraints import borrowed_config, default_config_on, infeasible_reason
 from fa2gen.errors import TableError
 from fa2gen.hardware import Gpu
 from fa2gen.problem import Bucket
@@ -90,17 +91,18 @@ def lookup(
     template_hash: TemplateHash | None = None,
     roots: Sequence[Path] | None = None,
     strict: bool | None = None,
+    families: Collection[str] | None = None,
 ) -> Match:
     """The config to use.
 
     The order, each step legal on this GPU: exact; for alignment 2 the alignment-16 entry; the nearest bucket; the
     native head dim above; the other 16-bit dtype; for a deterministic backward the entry of the other one; the nearest
-    GQA ratio; another GPU of the same target; the default config. Later steps include the earlier relaxations. Kind and
-    causal never relax, and what is relaxed is where the config comes from: the caller's own spec is compiled,
-    deterministic where it says so. What a borrowed config may not do for this spec it does without
-    (:func:`fa2gen.constraints.borrowed_config`). Of equally near entries a measured one wins, then one of today's
-    templates over one that is stale but passed the gate again, then the earlier root's (the user's over the package's),
-    then the newer.
+    GQA ratio; another GPU of the same target; the default config of the GPU's architecture. Later steps include the
+    earlier relaxations. Kind and causal never relax, and what is relaxed is where the config comes from: the caller's
+    own spec is compiled, deterministic where it says so. What a borrowed config may not do for this spec it does
+    without (:func:`fa2gen.constraints.borrowed_config`). Of equally near entries a measured one wins, then the
+    family that is fastest by its table's own times, then one of today's templates over one that is stale but passed the
+    gate again, then the earlier root's (the user's over the package's), then the newer.
 
     Args:
         spec: The caller's spec.
@@ -110,31 +112,25 @@ def lookup(
             the gate again with today's templates. None accepts every entry.
         roots: Folders of tables; default the user's and the package's.
         strict: Anything but an exact match is an error; default ``FA2GEN_STRICT=1`` in the environment.
+        families: Only kernels of these families, for a call that others cannot serve; None: of all.
 
     Raises:
         TableError: ``strict``, and there is no exact match.
+        UnsupportedError: None of ``families`` serves the spec on this GPU.
     """
     if strict is None:
         strict = os.environ.get("FA2GEN_STRICT", "") not in ("", "0")
     stale = False
-    candidates = _candidates(spec, bucket, gpu, store.search_dirs() if roots is None else roots, template_hash)
-    for cost, entry, owner in sorted(candidates, key=lambda item: item[0]):
-        if template_hash is not None and cost.stale and not is_gated(entry, template_hash):
-            stale = True
-            continue
-        config, changes = entry.config, ""
-        if cost.dtype or cost.non_deterministic or cost.gqa_ratio:
-            config, changes = borrowed_config(spec, config)
-        if infeasible_reason(spec, config, gpu.arch) is not None:
-            continue
-        distance = cost.bucket + cost.gqa_ratio
-        stale = stale or cost.stale
-        match = Match(
-            config, cost.source, distance, stale, entry, owner, gated=cost.stale, changes=changes, relaxed=cost.relaxed
-        )
-        break
+    candidates = list(_candidates(spec, bucket, gpu, store.search_dirs() if roots is None else roots, families))
+    candidates.sort(key=lambda candidate: candidate.cost)
+    for _, group in itertools.groupby(candidates, key=lambda candidate: candidate.cost):
+        best, passed_over = _best(list(group), template_hash)
+        stale = stale or passed_over
+        if best is not None:
+            match = best.match(stale, template_hash)
+            break
     else:
-        match = Match(default_config(spec), DEFAULT_SOURCE, 0.0, stale, None)
+        match = Match(default_config_on(spec, gpu.arch, families), DEFAULT_SOURCE, 0.0, stale, None)
     if strict and match.source != "exact":
         raise TableError(
             f"FA2GEN_STRICT: no tuned entry for {spec.slug()} {bucket.label()} on {gpu.name}; the nearest is "
@@ -144,7 +140,7 @@ def lookup(
 
 
 class _Cost(NamedTuple):
-    """How far a candidate is, compared left to right: the furthest relaxation first, then how well it is known."""
+    """What is relaxed to come to a candidate, compared left to right: the furthest relaxation first."""
 
     other_gpu: bool
     gqa_ratio: float
@@ -153,27 +149,84 @@ class _Cost(NamedTuple):
     head_dim: bool
     bucket: float
     alignment: bool
-    predicted: bool
-    stale: bool
-    root: int
-    age: int
 
     @property
     def relaxed(self) -> tuple[str, ...]:
-        values = (
-            self.other_gpu,
-            self.gqa_ratio,
-            self.non_deterministic,
-            self.dtype,
-            self.head_dim,
-            self.bucket,
-            self.alignment,
-        )
-        return tuple(name for name, value in zip(reversed(SOURCES[1:]), values, strict=True) if value)
+        return tuple(name for name, value in zip(reversed(SOURCES[1:]), self, strict=True) if value)
 
     @property
     def source(self) -> str:
         return self.relaxed[0] if self.relaxed else SOURCES[0]
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """An entry whose config, with ``changes``, is legal for the caller; of a GPU's table in the root of that index."""
+
+    cost: _Cost
+    entry: TunedEntry
+    config: Config
+    changes: str
+    gpu: str
+    root: int
+
+    def is_usable(self, template_hash: TemplateHash | None) -> bool:
+        """Of today's templates, or gated with them."""
+        entry = self.entry
+        return template_hash is None or is_current(entry, template_hash) or is_gated(entry, template_hash)
+
+    def match(self, stale: bool, template_hash: TemplateHash | None) -> Match:
+        """The answer; ``stale``: nearer entries were passed over."""
+        cost, gated = self.cost, not is_current(self.entry, template_hash)
+        return Match(
+            self.config,
+            cost.source,
+            cost.bucket + cost.gqa_ratio,
+            stale or gated,
+            self.entry,
+            self.gpu,
+            gated=gated,
+            changes=self.changes,
+            relaxed=cost.relaxed,
+        )
+
+
+def _best(candidates: Sequence[_Candidate], template_hash: TemplateHash | None) -> tuple[_Candidate | None, bool]:
+    """Of equally near candidates the one to take (see :func:`lookup`), and whether better ones are stale."""
+    usable = [candidate for candidate in candidates if candidate.is_usable(template_hash)]
+    if not usable:
+        return None, bool(candidates)
+    best = min(usable, key=_order(usable, template_hash))
+    order = _order(candidates, template_hash)
+    return best, any(order(other) < order(best) for other in candidates if other not in usable)
+
+
+def _order(
+    candidates: Sequence[_Candidate], template_hash: TemplateHash | None
+) -> Callable[[_Candidate], tuple[bool, bool, bool, int, int]]:
+    """A key to sort equally near candidates by, the best first."""
+
+    def rivals(candidate: _Candidate) -> tuple[Any, ...]:
+        """Entries of several families for the same calls. Times of two tables do not compare: other machines' maybe."""
+        entry = candidate.entry
+        return candidate.root, candidate.gpu, entry.spec, entry.bucket, is_measured(entry)
+
+    fastest: dict[tuple[Any, ...], float] = {}
+    for candidate in candidates:
+        key, ms = rivals(candidate), candidate.entry.measurement.ms
+        fastest[key] = min(ms, fastest.get(key, ms))
+
+    def order(candidate: _Candidate) -> tuple[bool, bool, bool, int, int]:
+        entry = candidate.entry
+        return (
+            not is_measured(entry),
+            entry.measurement.ms > fastest[rivals(candidate)],
+            not is_current(entry, template_hash),
+            candidate.root,
+            -int("".join(filter(str.isdigit, entry.provenance.utc))),
+        )
+
+    return order
 
 
 def _kind_options(spec: KernelSpec) -> str:
@@ -182,11 +235,13 @@ def _kind_options(spec: KernelSpec) -> str:
 
 
 def _candidates(
-    spec: KernelSpec, bucket: Bucket, gpu: Gpu, roots: Sequence[Path], template_hash: TemplateHash | None
-) -> Iterator[tuple[_Cost, TunedEntry, str]]:
+    spec: KernelSpec, bucket: Bucket, gpu: Gpu, roots: Sequence[Path], families: Collection[str] | None
+) -> Iterator[_Candidate]:
     for root, table in _tables(spec.kind, gpu, roots):
         for entry in table.entries:
             other = entry.spec
+            if families is not None and entry.config.family not in families:
+                continue
             if other.causal != spec.causal or other.alignment not in (spec.alignment, 16):
                 continue
             # A fixed order of the sums costs waits that other tiles avoid: of no use to those who need none.
@@ -202,12 +257,12 @@ def _candidates(
                 head_dim=other.head_dim != spec.head_dim,
                 bucket=bucket_distance(entry.bucket, bucket),
                 alignment=other.alignment != spec.alignment,
-                predicted=not is_measured(entry),
-                stale=not is_current(entry, template_hash),
-                root=root,
-                age=-int("".join(filter(str.isdigit, entry.provenance.utc))),
             )
-            yield cost, entry, table.gpu
+            config, changes = entry.config, ""
+            if cost.dtype or cost.non_deterministic or cost.gqa_ratio:
+                config, changes = borrowed_config(spec, config)
+            if infeasible_reason(spec, config, gpu.arch) is None:
+                yield _Candidate(cost, entry, config, changes, table.gpu, root)
 
 
 def bucket_distance(a: Bucket, b: Bucket) -> float:

@@ -1,13 +1,12 @@
-"""Which of two entries for the same spec and sizes a table keeps."""
+"""Which of two entries for the same spec, sizes and kernel family a table keeps."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 
-from fa2gen.problem import Bucket
 from fa2gen.spec import Config, KernelSpec
 
-from .schema import TunedEntry
+from .schema import EntryKey, TunedEntry
 
 TemplateHash = Callable[[str, str], str]
 """(kind, family) -> the hash of today's templates: ``codegen.template_hash``, which lies above this room."""
@@ -20,7 +19,7 @@ def merge_entries(
     template_hash: TemplateHash | None = None,
     refused: Collection[tuple[KernelSpec, Config]] = (),
 ) -> tuple[TunedEntry, ...]:
-    """Union of two sets of entries, one for each spec and bucket.
+    """Union of two sets of entries, one for each spec, bucket and family; families do not contend here.
 
     A measured entry wins over a predicted one, whatever their age and templates. Else a predicted one of today's
     templates wins over a stale one. Else the newer wins, and ``new`` on equal times; but a measured one with another
@@ -33,7 +32,7 @@ def merge_entries(
         template_hash: Tells stale entries; None takes all as current.
         refused: Configs that the session of ``new`` found to be wrong or unable to run.
     """
-    merged: dict[tuple[KernelSpec, Bucket], TunedEntry] = {entry.key: entry for entry in old}
+    merged: dict[EntryKey, TunedEntry] = {entry.key: entry for entry in old}
     for entry in new:
         present = merged.get(entry.key)
         if present is None or _replaces(entry, present, template_hash, refused):

@@ -16,6 +16,8 @@ MEASUREMENT_KINDS = ("measured", "predicted")
 NOISE_BAND = 0.02
 """Medians this close, relative, are no ground to change a config: repeated sessions differ by about as much."""
 
+EntryKey = tuple[KernelSpec, Bucket, str]
+
 _CONFIGS = {kind: tuple(families.values()) for kind, families in FAMILIES.items()}
 _CONFIG_NAMES = {kind: " or a ".join(each.__name__ for each in configs) for kind, configs in _CONFIGS.items()}
 _UTC = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}Z")
@@ -182,7 +184,7 @@ class Provenance:
 
 @dataclass(frozen=True)
 class TunedEntry:
-    """The config to use for a spec and a bucket of sizes, with the evidence."""
+    """The fastest config of a kernel family for a spec and a bucket of sizes, with the evidence."""
 
     spec: KernelSpec
     bucket: Bucket
@@ -194,6 +196,10 @@ class TunedEntry:
         if (self.measurement.kind == "predicted") != (self.provenance.model_version is not None):
             raise ArgumentError("a predicted entry carries the model's version, a measured one does not")
         incumbent = self.provenance.incumbent
+        if incumbent is not None and incumbent.config.family != self.config.family:
+            raise ArgumentError(
+                f"incumbent of a config of family {self.config.family} must be one too, got {incumbent.config.slug()}"
+            )
         for config in (self.config, *([] if incumbent is None else [incumbent.config])):
             if type(config) not in _CONFIGS[self.spec.kind]:
                 raise ArgumentError(
@@ -201,9 +207,12 @@ class TunedEntry:
                 )
 
     @property
-    def key(self) -> tuple[KernelSpec, Bucket]:
-        """What is unique in a table."""
-        return self.spec, self.bucket
+    def key(self) -> EntryKey:
+        """What is unique in a table: spec, bucket and family.
+
+        A call that the fastest family cannot serve, of unaligned rows for example, runs the best of another.
+        """
+        return self.spec, self.bucket, self.config.family
 
 
 @dataclass(frozen=True)

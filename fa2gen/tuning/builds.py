@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from fa2gen.compile import CompiledKernel
+from fa2gen.constraints_sm90 import compile_target
 from fa2gen.errors import CompileError
 from fa2gen.spec import Config, KernelSpec
 
@@ -33,7 +34,7 @@ def compile_configs(
     Args:
         tools: Renders and compiles.
         jobs: Specs and configs.
-        target: ``sm_80`` and the like.
+        target: The GPU's, ``sm_80`` and the like; a family may need a variant of it.
         on_done: Called in this thread with (index of the job, result) once all kernels of a config are there, or one
             was refused, in any order. What it raises ends the compiling.
         count: Called with the numbers of kernels (compiled, taken from the cache), each text counting once.
@@ -69,5 +70,5 @@ def compile_configs(
         results[index] = done
         on_done(index, done)
 
-    tools.compile_many([(source, target) for source in sources], on_kernel)
+    tools.compile_many([(source, compile_target(source.config, target)) for source in sources], on_kernel)
     return [result for result in results if result is not None]

@@ -1,4 +1,4 @@
-"""Several devices of one product share a session's requests; each has a thread, a measuring process and a study."""
+"""Several devices of one product share a session's jobs; each has a thread, a measuring process and a study."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from fa2gen.errors import LaunchError
 
 from .device import MeasuringDevice
 from .measured import MeasuredTuning, Options, Shared
-from .report import Ledger, TuneRequest
+from .report import Ledger, TuneJob
 from .tools import Tools
 
 
 def tune_measured(
-    requests: Sequence[TuneRequest],
+    jobs: Sequence[TuneJob],
     ledger: Ledger,
     tools: Tools,
     devices: Sequence[MeasuringDevice],
     options: Options,
 ) -> None:
-    """Tunes every request on one of the devices; the caller ends their processes.
+    """Does every job on one of the devices; the caller ends their processes.
 
-    A device that is lost gives its request back to the others, and the session goes on while there is one.
+    A device that is lost gives its job back to the others, and the session goes on while there is one.
 
     Raises:
         LaunchError: No device is left (DeviceLost), or none is fit (DeviceUnfit).
         KeyboardInterrupt: The second one; the first has what was timed proved and saved.
     """
     shared = Shared()
-    pool = _Pool(requests, ledger)
+    pool = _Pool(jobs, ledger)
     alive = {device.index: (device, MeasuredTuning(ledger, tools, device, options, shared)) for device in devices}
     # A device that idles when another is lost may still take over: another round.
     while alive and not pool.done():
@@ -44,10 +44,10 @@ def tune_measured(
 
 
 class _Pool:
-    """Requests that wait for a device."""
+    """Jobs that wait for a device."""
 
-    def __init__(self, requests: Sequence[TuneRequest], ledger: Ledger) -> None:
-        self._waiting, self._ledger = deque(requests), ledger
+    def __init__(self, jobs: Sequence[TuneJob], ledger: Ledger) -> None:
+        self._waiting, self._ledger = deque(jobs), ledger
         self._lock = threading.Lock()
         self.last_error = LaunchError("no device can be used")
 
@@ -55,7 +55,7 @@ class _Pool:
         return not self._waiting or self._ledger.interrupted or self._ledger.late()
 
     def work(self, tunings: Sequence[MeasuredTuning], devices: Sequence[MeasuringDevice]) -> list[LaunchError | None]:
-        """Lets every device take requests until none is left; the error of each that was lost."""
+        """Lets every device take jobs until none is left; the error of each that was lost."""
         if len(tunings) == 1:
             # In this thread, where Ctrl-C interrupts whatever it finds.
             return [self._serve(tunings[0])]
@@ -67,12 +67,12 @@ class _Pool:
             with self._lock:
                 if not self._waiting:
                     break
-                request = self._waiting.popleft()
+                job = self._waiting.popleft()
             try:
-                tuning.tune(request)
+                tuning.tune(job)
             except LaunchError as error:
                 with self._lock:
-                    self._waiting.appendleft(request)
+                    self._waiting.appendleft(job)
                     self.last_error = error
                 return error
         return None

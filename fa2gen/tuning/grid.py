@@ -1,4 +1,4 @@
-"""What a kind of kernel has to tune: its tunables' values, and which combinations of them are worth a try."""
+"""What a family of kernels has to tune: its tunables' values, and which combinations of them are worth a try."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 from fa2gen.hardware import ArchLimits
-from fa2gen.spec import BwdConfig, Config, FwdConfig, KernelSpec
+from fa2gen.spec import BwdConfig, Config, FwdConfig, FwdSm90Config, KernelSpec
 
 Value = int | bool | str
-ConfigOf = TypeVar("ConfigOf", FwdConfig, BwdConfig)
+ConfigOf = TypeVar("ConfigOf", FwdConfig, FwdSm90Config, BwdConfig)
 # Warps an SM that the register budget may have to allow; 16 leave a thread 128 registers.
 _MAX_PROMISED_WARPS = 16
 
 
 @dataclass(frozen=True)
 class Grid(Generic[ConfigOf]):
-    """The grid of one kind.
+    """The grid of one kind and family.
 
     Attributes:
         values: Every tunable and its values; Optuna sees the same lists. Tunables that mean something only together are
@@ -47,14 +47,14 @@ def register_cap(config: Config, arch: ArchLimits) -> int:
     return min(arch.max_registers_per_thread, per_thread)
 
 
-def promise_reason(config: Config) -> str | None:
+def promise_reason(config: FwdConfig | BwdConfig) -> str | None:
     """Why ``min_blocks`` promises more warps than can have the registers they need, or None."""
     if config.num_warps * config.min_blocks > _MAX_PROMISED_WARPS:
         return f"min_blocks {config.min_blocks} of {config.num_warps} warps leaves a thread too few registers"
     return None
 
 
-def same_budget_reason(config: Config, arch: ArchLimits) -> str | None:
+def same_budget_reason(config: FwdConfig | BwdConfig, arch: ArchLimits) -> str | None:
     """Why ``min_blocks`` changes nothing that ptxas sees, or None."""
     if config.min_blocks > 1:
         fewer = replace(config, min_blocks=config.min_blocks - 1)

@@ -146,7 +146,8 @@ def _replayed(path: Path, lock: Any) -> JournalStorage:
 def _require_ours(trial: FrozenTrial) -> None:
     """Raises ValueError where a replayed trial is none that a study of these grids holds."""
     for name, distribution in trial.distributions.items():
-        known = [CategoricalDistribution(grid.values[name]) for grid in GRIDS.values() if name in grid.values]
+        grids = (grid for families in GRIDS.values() for grid in families.values())
+        known = [CategoricalDistribution(grid.values[name]) for grid in grids if name in grid.values]
         if distribution not in known:
             raise ValueError(f"trial {trial.number} has other values for {name}")
     trial._validate()

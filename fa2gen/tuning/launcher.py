@@ -10,11 +10,12 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from fa2gen.codegen import PARAMS
+from fa2gen.codegen import param_struct
 from fa2gen.driver import LoadedKernel, load
-from fa2gen.launch import LaunchPlan, bwd_plan, fwd_plan
+from fa2gen.launch import Launch, LaunchPlan, bwd_plan, fwd_plan
 from fa2gen.problem import Problem
 from fa2gen.spec import BwdConfig, Config, KernelSpec
+from fa2gen.tensor_map import BYTES
 
 from .builds import Build
 
@@ -59,10 +60,15 @@ def workspace_bytes(plan: LaunchPlan) -> int:
     return sum(workspace.num_bytes for workspace in plan.workspaces)
 
 
-def bind(kernels: Mapping[str, LoadedKernel], plan: LaunchPlan, tensors: Mapping[str, Tensor]) -> Callable[[], None]:
-    """A call that launches a plan on torch's current stream, everything packed beforehand.
+def bind(
+    kernels: Mapping[str, LoadedKernel], plan: LaunchPlan, tensors: Mapping[str, Tensor], family: str = "sm80"
+) -> Callable[[], None]:
+    """A call that launches a plan of a family's kernels on torch's current stream, everything packed beforehand.
 
     Its workspaces are filled with NaN: no result may rest on what was there.
+
+    Raises:
+        LaunchError: A tensor cannot be copied by TMA, or tensor maps cannot be made here.
     """
     device = tensors["q"].device
     memory = torch.full((workspace_bytes(plan),), 0xFF, dtype=torch.uint8, device=device)
@@ -71,10 +77,8 @@ def bind(kernels: Mapping[str, LoadedKernel], plan: LaunchPlan, tensors: Mapping
     addresses |= {workspace.pointer: start for workspace, start in zip(plan.workspaces, starts, strict=False)}
     steps = []
     for step in plan.launches:
-        params = bytearray(step.params)
-        for index, name in enumerate(PARAMS[step.kernel].pointers):
-            struct.pack_into("<Q", params, 8 * index, addresses.get(name, 0))
-        steps.append((kernels[step.kernel].launch, step.grid, (step.num_threads, 1, 1), bytes(params)))
+        packed = _with_addresses(step, family, addresses)
+        steps.append((kernels[step.kernel].launch, step.grid, (step.num_threads, 1, 1), packed))
     stream = torch.cuda.current_stream(device).cuda_stream
 
     def launch(_workspaces: Tensor = memory) -> None:  # which live as long as the call
@@ -82,3 +86,18 @@ def bind(kernels: Mapping[str, LoadedKernel], plan: LaunchPlan, tensors: Mapping
             run(grid, block, packed, stream)
 
     return launch
+
+
+def _with_addresses(step: Launch, family: str, addresses: Mapping[str, int]) -> bytes:
+    """A launch's parameters with tensor maps and pointers filled in; those that nothing reads stay null."""
+    fields, params = param_struct(step.kernel, family), bytearray(step.params)
+    for index, tensor_map in enumerate(step.tensor_maps):
+        if tensor_map is not None:
+            # Only these kernels need cuda-bindings.
+            from fa2gen.driver.tensor_maps import encode
+
+            start = index * BYTES
+            params[start : start + BYTES] = encode(tensor_map, addresses[tensor_map.tensor])
+    for index, name in enumerate(fields.pointers):
+        struct.pack_into("<Q", params, fields.pointers_at + 8 * index, addresses.get(name, 0))
+    return bytes(params)

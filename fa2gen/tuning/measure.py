@@ -185,7 +185,7 @@ class Bench:
         plan = make_plan(spec, config, tensors, softmax_scale, self._l2_bytes, self._num_sms)
         if size := workspace_bytes(plan):
             self._require_memory(size, f"the workspaces of {spec.slug()} {config.slug()}")
-        return bind(kernels, plan, tensors)
+        return bind(kernels, plan, tensors, config.family)
 
     def _tensors(self, spec: KernelSpec, problem: Problem) -> dict[str, Tensor]:
         key = (spec.kind, spec.dtype, spec.head_dim, spec.causal and spec.kind == "bwd", problem)

@@ -12,16 +12,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fa2gen.compile import usable_cores
-from fa2gen.constraints import default_config
+from fa2gen.constraints import default_config_of
 from fa2gen.errors import CompileError
 from fa2gen.problem import Bucket, Problem
-from fa2gen.spec import FAMILIES, Config, KernelSpec
+from fa2gen.spec import Config, KernelSpec
 from fa2gen.tables import Incumbent, Measurement, Provenance, TunedEntry, utc_now
 
 from .builds import Build, compile_configs
 from .defaults import MEASURED_TRIALS
 from .device import MeasuringDevice, Verdict
-from .report import Ledger, TuneRequest
+from .report import Ledger, TuneJob, TuneRequest
 from .shortlist import code_digest, launch_reason, neighbours, shortlist, spill_reason
 from .space import legal_space
 from .study import Asked, TuningStudy
@@ -59,15 +59,16 @@ class Shared:
 
     compiler: threading.Lock = field(default_factory=threading.Lock)
     proofs: dict[tuple[KernelSpec, Config], Verdict] = field(default_factory=dict)
-    # A request that a lost device gave back goes on with the study that this session began, also without --resume.
-    begun: set[TuneRequest] = field(default_factory=set)
+    # A job that a lost device gave back goes on with the study that this session began, also without --resume.
+    begun: set[TuneJob] = field(default_factory=set)
 
 
 @dataclass
 class _Job:
-    """A request being tuned: its study, and what this session has seen."""
+    """A request being tuned for a family: its study, and what this session has seen."""
 
     request: TuneRequest
+    family: str
     bucket: Bucket
     study: TuningStudy
     template_hash: str
@@ -80,7 +81,7 @@ class _Job:
 
     @property
     def default(self) -> Config:
-        return default_config(self.request.spec)
+        return default_config_of(self.request.spec, self.family)
 
     def times(self) -> dict[Config, float]:
         """Configs that could be chosen, with today's time or an earlier session's."""
@@ -101,7 +102,7 @@ class _Job:
 
 
 class MeasuredTuning:
-    """Tunes requests on one device.
+    """Does jobs on one device.
 
     Args:
         ledger: The session's account.
@@ -122,33 +123,35 @@ class MeasuredTuning:
         self._spec: KernelSpec | None = None
         self._kernels: dict[Config, Build | CompileError] = {}
 
-    def tune(self, request: TuneRequest) -> None:
-        """Tunes one request; its entry is saved as soon as it is proved.
+    def tune(self, asked: TuneJob) -> None:
+        """Tunes one request for one family; its entry is saved as soon as it is proved.
 
         Raises:
             KeyboardInterrupt: The second one. After the first, what was timed is proved and saved, and this returns.
             DeviceLost, DeviceUnfit: The device is of no more use; nothing of the request is lost but a trial.
         """
+        request, family = asked.request, asked.family
         spec, gpu = request.spec, self._ledger.gpu
         bucket = request.problem.bucket(gpu.num_sms)
-        template_hash = self._tools.template_hash(spec.kind, next(iter(FAMILIES[spec.kind])))
-        resume = self._options.resume or request in self._shared.begun
-        self._shared.begun.add(request)
+        template_hash = self._tools.template_hash(spec.kind, family)
+        resume = self._options.resume or asked in self._shared.begun
+        self._shared.begun.add(asked)
         with TuningStudy(
             gpu,
             spec,
             bucket,
             template_hash=template_hash,
-            space=legal_space(spec, gpu),
+            space=legal_space(spec, gpu, family),
             objective=objective(request.problem, self._tools),
+            family=family,
             seed=self._options.seed,
             resume=resume,
             storage=self._options.storage,
         ) as study:
             roots: Sequence[Path] = self._tools.table_roots(self._ledger.out)
-            incumbent = find_incumbent(spec, bucket, gpu, roots)
-            relatives = find_relatives(spec, bucket, gpu, roots, MAX_RELATIVES)
-            job = _Job(request, bucket, study, template_hash, incumbent, relatives)
+            incumbent = find_incumbent(spec, bucket, family, gpu, roots)
+            relatives = find_relatives(spec, bucket, family, gpu, roots, MAX_RELATIVES)
+            job = _Job(request, family, bucket, study, template_hash, incumbent, relatives)
             try:
                 self._search(job)
             except KeyboardInterrupt:
@@ -173,7 +176,7 @@ class MeasuredTuning:
         # Whole rounds of the compiler pool, these among them: a 17th kernel on 16 cores costs as much as 16 more.
         size = min(budget, -(-max(8, self._trials // 2) // cores) * cores - len(first))
         if budget:
-            favourites = shortlist(request.spec, [request.problem], self._ledger.gpu, size + len(first))
+            favourites = shortlist(request.spec, [request.problem], self._ledger.gpu, size + len(first), job.family)
             # At most half of them from the tables: few trials must not leave the model without a say.
             related = [config for config in job.relatives if config not in first][: size // 2]
             candidates = dict.fromkeys((*related, *favourites))
@@ -350,7 +353,7 @@ class MeasuredTuning:
         """Proves the default and the best config that is right, and saves the latter."""
         self._confirm(job)
         if job.default in job.timings:
-            self._ledger.default_ms[job.request.spec, job.bucket] = job.timings[job.default].ms
+            self._ledger.default_ms[job.request.spec, job.bucket, job.family] = job.timings[job.default].ms
         if job.default not in job.failed:
             self._prove(job, job.default)
         while ranked := job.ranking():

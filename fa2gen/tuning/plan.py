@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from fa2gen.codegen import kernels_of
 from fa2gen.compile import usable_cores
-from fa2gen.constraints import default_config
+from fa2gen.constraints import default_config_of
 from fa2gen.hardware import Gpu
 from fa2gen.problem import Bucket
 from fa2gen.spec import Config
 
 from . import defaults
 from .report import TuneRequest
-from .session import find_devices
+from .session import find_devices, make_jobs
 from .shortlist import shortlist
 from .space import legal_space
 from .tools import Tools
@@ -31,19 +31,20 @@ _COMPILE_SECONDS, _PROOF_SECONDS, _PROOFS = {"fwd": 3.9, "bwd": 5.0}, {"fwd": 3.
 
 @dataclass(frozen=True)
 class PlannedRequest:
-    """One request.
+    """One request for one family.
 
     Attributes:
-        request, bucket: What is tuned.
+        request, bucket, family: What is tuned.
         default: Timed, or compiled, first.
         incumbent: What the tables hold, timed next; None if they hold nothing, or nothing is timed.
         relatives: What the tables hold for the same head dim and mask at other sizes, heads and dtype; they come then.
         favourites: The model's best of the legal configs, in order; they come after these.
-        legal, excluded: Numbers of configs of the grid.
+        legal, excluded: Numbers of configs of the family's grid.
     """
 
     request: TuneRequest
     bucket: Bucket
+    family: str
     default: Config
     incumbent: Config | None
     relatives: tuple[Config, ...]
@@ -81,6 +82,7 @@ def make_plan(
     out: Path | None = None,
     trials: int | None = None,
     devices: Sequence[int] | None = None,
+    families: Collection[str] | None = None,
     tools: Tools | None = None,
 ) -> Plan:
     """What :func:`fa2gen.tuning.session.tune` would do with these arguments; studies of earlier sessions are not read.
@@ -92,18 +94,20 @@ def make_plan(
     found = find_devices(gpu, tools, devices)
     roots = tools.table_roots(out) if found else ()
     each = trials if trials is not None else defaults.MEASURED_TRIALS if found else defaults.PREDICTED_TRIALS
-    rows, unique = [], list(dict.fromkeys(requests))
-    for request in unique:
+    rows = []
+    for job in make_jobs(requests, gpu, families):
+        request, family = job.request, job.family
         spec, bucket = request.spec, request.problem.bucket(gpu.num_sms)
-        space, default = legal_space(spec, gpu), default_config(spec)
-        incumbent = find_incumbent(spec, bucket, gpu, roots)
-        favourites = tuple(shortlist(spec, [request.problem], gpu, min(_TOP, each)))
+        space, default = legal_space(spec, gpu, family), default_config_of(spec, family)
+        incumbent = find_incumbent(spec, bucket, family, gpu, roots)
+        favourites = tuple(shortlist(spec, [request.problem], gpu, min(_TOP, each), family))
         known = {default, incumbent}
-        relatives = find_relatives(spec, bucket, gpu, roots, min(MAX_RELATIVES, each // 2))
+        relatives = find_relatives(spec, bucket, family, gpu, roots, min(MAX_RELATIVES, each // 2))
         rows.append(
             PlannedRequest(
                 request,
                 bucket,
+                family,
                 default,
                 incumbent,
                 tuple(config for config in relatives if config not in known),
@@ -116,8 +120,8 @@ def make_plan(
     if found:
         configs = [(row.request.spec, min(each, row.legal) + 1 + (row.incumbent is not None)) for row in rows]
     else:
-        legal = {row.request.spec: row.legal for row in rows}
-        configs = [(spec, min(each, count) + 1) for spec, count in legal.items()]
+        legal = {(row.request.spec, row.family): row.legal for row in rows}
+        configs = [(spec, min(each, count) + 1) for (spec, _), count in legal.items()]
     kernels = sum(count * len(kernels_of(spec.kind)) for spec, count in configs)
     seconds = sum(count * _COMPILE_SECONDS[spec.kind] for spec, count in configs) / cores
     if not found:

@@ -13,18 +13,18 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from fa2gen.compile import usable_cores
-from fa2gen.constraints import default_config
+from fa2gen.constraints import default_config_of
 from fa2gen.errors import CompileError, GateError
 from fa2gen.hardware import Gpu
 from fa2gen.problem import Problem
-from fa2gen.spec import FAMILIES, Config, KernelSpec
+from fa2gen.spec import Config, KernelSpec
 from fa2gen.tables import Measurement, Provenance, TunedEntry, utc_now
 
 from .builds import Build, compile_configs
 from .defaults import PREDICTED_TRIALS
 from .model import model_version, predict, validity
 from .prediction import Facts
-from .report import Ledger, TuneRequest
+from .report import Ledger, TuneJob
 from .shortlist import facts_of, launch_reason, shortlist, spill_reason
 from .space import Space, legal_space
 from .study import TuningStudy
@@ -37,9 +37,9 @@ _TIE = 0.02
 _MAX_PROOFS = 3
 
 
-def method(gpu: Gpu, kind: str) -> str:
-    """How a predicted entry's time was found, and how far the kind's model is known to hold on that chip."""
-    return f"{_METHOD}; {validity(gpu, kind)}"
+def method(gpu: Gpu, kind: str, family: str) -> str:
+    """How a predicted entry's time was found, and how far the model is known to hold on that chip."""
+    return f"{_METHOD}; {validity(gpu, kind, family)}"
 
 
 class _Late(Exception):
@@ -48,9 +48,10 @@ class _Late(Exception):
 
 @dataclass
 class _Group:
-    """One spec: its problems, and its configs as they come back from the compiler and the gate."""
+    """One spec and family: its problems, and its configs as they come back from the compiler and the gate."""
 
     spec: KernelSpec
+    family: str
     space: Space
     problems: list[Problem]
     configs: list[Config]
@@ -60,7 +61,7 @@ class _Group:
 
 
 def tune_predicted(
-    requests: Sequence[TuneRequest],
+    asked: Sequence[TuneJob],
     ledger: Ledger,
     tools: Tools,
     trials: int | None,
@@ -69,22 +70,23 @@ def tune_predicted(
     seed: int = 0,
     storage: str | None = None,
 ) -> None:
-    """Tunes every request; entries go to the ledger as soon as they are proved.
+    """Does every job; entries go to the ledger as soon as they are proved.
 
-    The model ranks the whole legal space, so nothing is left for a sampler to find; each (spec, bucket) still has its
-    Optuna study, with every config's predicted time or failure, beside the measured ones.
+    The model ranks the whole legal space, so nothing is left for a sampler to find; each (spec, bucket, family) still
+    has its Optuna study, with every config's predicted time or failure, beside the measured ones.
 
     Args:
-        requests: What to tune.
+        asked: What to tune.
         ledger: The session's account.
         tools: The other rooms.
-        trials: Configs to compile for each spec; default ``PREDICTED_TRIALS``. The default config is always one more.
+        trials: Configs to compile for each spec and family; default ``PREDICTED_TRIALS``. The default config is always
+            one more.
         resume: False puts earlier studies aside.
         seed, storage: Of the studies.
     """
     study = functools.partial(_study, ledger=ledger, tools=tools, resume=resume, seed=seed, storage=storage)
     tools.require_emulator()
-    groups = _groups(requests, ledger, PREDICTED_TRIALS if trials is None else trials)
+    groups = _groups(asked, ledger, PREDICTED_TRIALS if trials is None else trials)
     jobs = [(group, config) for group in groups for config in group.configs]
     ledger.expect("compile", len(jobs))
     proofs: dict[Future[list[TunedEntry]], _Group] = {}
@@ -123,17 +125,17 @@ def tune_predicted(
         _harvest(proofs, ledger, wait=False)
 
 
-def _groups(requests: Sequence[TuneRequest], ledger: Ledger, trials: int) -> list[_Group]:
-    problems: dict[KernelSpec, list[Problem]] = {}
-    for request in requests:
-        problems.setdefault(request.spec, []).append(request.problem)
+def _groups(asked: Sequence[TuneJob], ledger: Ledger, trials: int) -> list[_Group]:
+    problems: dict[tuple[KernelSpec, str], list[Problem]] = {}
+    for job in asked:
+        problems.setdefault((job.request.spec, job.family), []).append(job.request.problem)
     groups = []
-    for spec, mine in problems.items():
-        space = legal_space(spec, ledger.gpu)
-        configs = list(dict.fromkeys([default_config(spec), *shortlist(spec, mine, ledger.gpu, trials)]))
+    for (spec, family), mine in problems.items():
+        space, favourites = legal_space(spec, ledger.gpu, family), shortlist(spec, mine, ledger.gpu, trials, family)
+        configs = list(dict.fromkeys([default_config_of(spec, family), *favourites]))
         # The default proves itself and each problem has a winner, mostly the same one.
         ledger.expect("prove", 2)
-        groups.append(_Group(spec, space, mine, configs, missing=len(configs)))
+        groups.append(_Group(spec, family, space, mine, configs, missing=len(configs)))
     return groups
 
 
@@ -162,7 +164,7 @@ def _settle(
     open_study: Callable[[_Group, Problem], TuningStudy],
     stopping: threading.Event,
 ) -> list[TunedEntry]:
-    """Picks and proves a config for each problem of a spec; runs beside the compiler.
+    """Picks and proves a config for each problem of a group; runs beside the compiler.
 
     Once ``stopping`` is set no proof begins, and problems whose own choice is not proved by then have no entry: the
     default, which is, may be slower than what the table holds for them.
@@ -191,10 +193,10 @@ def _settle(
                 ledger.step("prove", f"{group.spec.slug()} {config.slug()}")
             return proved[config]
 
-        fallback = default_config(group.spec)
+        fallback = default_config_of(group.spec, group.family)
         for problem, mine in zip(group.problems, times, strict=True):
             if fallback in mine:
-                ledger.default_ms[group.spec, problem.bucket(ledger.gpu.num_sms)] = mine[fallback]
+                ledger.default_ms[group.spec, problem.bucket(ledger.gpu.num_sms), group.family] = mine[fallback]
         with contextlib.suppress(_Late):
             prove(fallback)
             for problem, study, ranking, mine in zip(group.problems, studies, _rankings(times), times, strict=True):
@@ -213,10 +215,11 @@ def _study(
         ledger.gpu,
         group.spec,
         problem.bucket(ledger.gpu.num_sms),
-        template_hash=tools.template_hash(group.spec.kind, next(iter(FAMILIES[group.spec.kind]))),
+        template_hash=tools.template_hash(group.spec.kind, group.family),
         space=group.space,
         # Other facts, another model or another problem give other numbers, which must not meet these.
-        objective=f"{model_version(group.spec.kind)}, nvcc {tools.nvcc_version()}, {problem}",
+        objective=f"{model_version(group.spec.kind, group.family)}, nvcc {tools.nvcc_version()}, {problem}",
+        family=group.family,
         seed=seed,
         resume=resume,
         storage=storage,
@@ -270,9 +273,9 @@ def _entry(
         spec=group.spec,
         bucket=problem.bucket(ledger.gpu.num_sms),
         config=config,
-        measurement=Measurement("predicted", ms, ms, ms, 0, method(ledger.gpu, group.spec.kind), problem),
+        measurement=Measurement("predicted", ms, ms, ms, 0, method(ledger.gpu, group.spec.kind, group.family), problem),
         provenance=Provenance(
-            template_hash=tools.template_hash(group.spec.kind, config.family),
+            template_hash=tools.template_hash(group.spec.kind, group.family),
             nvcc=tools.nvcc_version(),
             driver="",
             versions=tools.versions(),
@@ -280,7 +283,7 @@ def _entry(
             feasible=len(times),
             numerics=numerics,
             utc=utc_now(),
-            model_version=model_version(group.spec.kind),
+            model_version=model_version(group.spec.kind, group.family),
         ),
     )
 

@@ -14,9 +14,8 @@ from fa2gen.compile import usable_cores
 from fa2gen.constraints import infeasible_reason
 from fa2gen.errors import CompileError, GateError, UnsupportedError
 from fa2gen.hardware import Gpu, arch_limits, match_device, supported_compute_capabilities
-from fa2gen.problem import Bucket
 from fa2gen.spec import Config, KernelSpec
-from fa2gen.tables import Regate, Table, TableFile, TunedEntry, save_table, scan_tables, utc_now
+from fa2gen.tables import EntryKey, Regate, Table, TableFile, TunedEntry, save_table, scan_tables, utc_now
 from fa2gen.tables.merge import TemplateHash, is_current, is_gated, is_measured
 
 from .builds import Build, compile_configs
@@ -26,8 +25,8 @@ from .tools import Tools
 
 STATES = ("current", "stale", "gated", "replaced", "illegal")
 """``current``: made with today's templates. ``stale``: made with others, and passed over. ``gated``: stale, but passed
-the gate again, and used. ``replaced``: stale, and a usable entry of an earlier folder serves in its place.
-``illegal``: no GPU of its target can run it."""
+the gate again, and used. ``replaced``: stale, and a usable entry of an earlier folder, of the same family, serves in
+its place. ``illegal``: no GPU of its target can run it."""
 
 
 @dataclass(frozen=True)
@@ -72,16 +71,16 @@ def check(
     if files is None:
         files = scan_tables(gpu.name if isinstance(gpu, Gpu) else gpu, roots)
     statuses = []
-    serving: dict[tuple[str, KernelSpec, Bucket], EntryStatus] = {}
+    serving: dict[tuple[str, EntryKey], EntryStatus] = {}
     for file in files:
         for entry in () if file.table is None else file.table.entries:
             status = _status(entry, file, template_hash)
-            before = serving.get((file.gpu, *entry.key))
+            before = serving.get((file.gpu, entry.key))
             if status.state == "stale" and before is not None and is_measured(before.entry) >= is_measured(entry):
                 reason = f"{status.reason}; {before.file.path} holds one that is used in its place"
                 status = dataclasses.replace(status, state="replaced", reason=reason)
             elif status.state in ("current", "gated"):
-                serving.setdefault((file.gpu, *entry.key), status)
+                serving.setdefault((file.gpu, entry.key), status)
             statuses.append(status)
     return statuses
 

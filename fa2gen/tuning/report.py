@@ -10,9 +10,9 @@ from pathlib import Path
 
 from fa2gen.errors import ArgumentError
 from fa2gen.hardware import Gpu
-from fa2gen.problem import Bucket, Problem
+from fa2gen.problem import Problem
 from fa2gen.spec import Config, KernelSpec
-from fa2gen.tables import TunedEntry, save_entries
+from fa2gen.tables import EntryKey, TunedEntry, save_entries
 from fa2gen.tables.merge import TemplateHash
 from fa2gen.tables.store import cached_table
 
@@ -40,6 +40,14 @@ class TuneRequest:
             raise ArgumentError(
                 f"problem has {self.problem.gqa_ratio} query heads per key/value head, spec {self.spec.gqa_ratio}"
             )
+
+
+@dataclass(frozen=True)
+class TuneJob:
+    """A request for one of the families that compete for it: each has a study and an entry of its own."""
+
+    request: TuneRequest
+    family: str
 
 
 def default_requests(
@@ -141,7 +149,7 @@ class TuneReport:
     Attributes:
         gpu: What was tuned for.
         measured: Times were measured on it; False: predicted.
-        entries: What was found for each request, proved and given to the table.
+        entries: What was found for each request and family, proved and given to the table.
         failures: Configs that were tried and cannot be chosen.
         paths: Files written.
         compiled, cached: Kernels compiled, and taken from the cache.
@@ -150,8 +158,8 @@ class TuneReport:
         interrupted: Ctrl-C or the timeout ended it early; what was proved by then is saved.
         superseded: How many of the entries gave way to one that the table holds already: a prediction never replaces a
             measured entry.
-        default_ms: The default config's time for each entry, measured in this session or predicted as the entry is; an
-            entry whose default could not be timed is not in it.
+        default_ms: The family's default config's time for each entry, measured in this session or predicted as the
+            entry is; an entry whose default could not be timed is not in it.
         devices: Device indices that measured.
     """
 
@@ -166,7 +174,7 @@ class TuneReport:
     stage_seconds: dict[str, float]
     interrupted: bool
     superseded: int = 0
-    default_ms: Mapping[tuple[KernelSpec, Bucket], float] = field(default_factory=dict)
+    default_ms: Mapping[EntryKey, float] = field(default_factory=dict)
     devices: tuple[int, ...] = ()
 
 
@@ -188,11 +196,11 @@ class Ledger:
     paths: set[Path] = field(default_factory=set)
     compiled: int = 0
     cached: int = 0
-    superseded: set[tuple[KernelSpec, Bucket]] = field(default_factory=set)
+    superseded: set[EntryKey] = field(default_factory=set)
     interrupted: bool = False
     stops: int = 0
     template_hash: TemplateHash | None = None
-    default_ms: dict[tuple[KernelSpec, Bucket], float] = field(default_factory=dict)
+    default_ms: dict[EntryKey, float] = field(default_factory=dict)
     devices: tuple[int, ...] = ()
     started: float = field(default_factory=time.monotonic)
     stage_seconds: dict[str, float] = field(default_factory=dict)
@@ -250,7 +258,9 @@ class Ledger:
             self.paths.update(paths)
         self.spent("save", time.monotonic() - start)
         self.expect("save", len(entries))
-        self.step("save", ", ".join(f"{e.spec.slug()} {e.bucket.label()}" for e in entries), len(entries))
+        self.step(
+            "save", ", ".join(f"{e.spec.slug()} {e.bucket.label()} {e.config.family}" for e in entries), len(entries)
+        )
 
     def late(self) -> bool:
         """Whether the time is up; the report then says interrupted."""

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fa2gen.errors import ArgumentError, LaunchError
+from fa2gen.errors import ArgumentError, LaunchError, UnsupportedError
 from fa2gen.hardware import Gpu, match_device
+from fa2gen.spec import FAMILIES
 from fa2gen.tables import require_writable
 
-from .report import Failure, Ledger, TuneEvent, TuneReport, TuneRequest, default_requests
+from .report import Failure, Ledger, TuneEvent, TuneJob, TuneReport, TuneRequest, default_requests
 
 if TYPE_CHECKING:
     from fa2gen.driver import DeviceInfo
@@ -34,9 +35,10 @@ def tune(
     devices: Sequence[int] | None = None,
     seed: int = 0,
     storage: str | None = None,
+    families: Collection[str] | None = None,
     tools: Tools | None = None,
 ) -> TuneReport:
-    """Finds the fastest right config for each request and saves it.
+    """Finds the fastest right config of each family for each request and saves them.
 
     Ctrl-C ends the session in order: what was proved by then is saved, and the report says interrupted.
 
@@ -44,9 +46,9 @@ def tune(
         requests: Kernels and the sizes to tune them for.
         gpu: The GPU to tune for.
         out: Folder of tables to write to; default the user's.
-        trials: Measured: configs to time for each request (default ``MEASURED_TRIALS``), besides the default config and
-            the one that the tables hold, which are timed in any case. Predicted: configs to compile for each spec
-            (default ``PREDICTED_TRIALS``). 0: none besides those.
+        trials: Measured: configs to time for each request and family (default ``MEASURED_TRIALS``), besides the default
+            config and the one that the tables hold, which are timed in any case. Predicted: configs to compile for each
+            spec and family (default ``PREDICTED_TRIALS``). 0: none besides those.
         timeout: Seconds for the whole session.
         resume: Go on with the studies of an earlier session; False puts them aside.
         progress: Called after every step, by one thread at a time.
@@ -54,6 +56,7 @@ def tune(
         devices: Indices of the devices to measure on, as torch counts them; default all that are this GPU.
         seed: Of the samplers.
         storage: Optuna storage URL for the studies, for several hosts; default a journal file each.
+        families: Only kernels of these families; None: all that serve a request on the GPU.
         tools: Replaces compiling, proving and measuring, for tests.
 
     Raises:
@@ -76,11 +79,9 @@ def tune(
     found = [] if measured is False else find_devices(gpu, tools, devices)
     if measured and not found:
         raise ArgumentError(f"gpu {gpu.name} cannot be measured: this machine's GPUs are: {_names(tools)}")
-    unique = list(dict.fromkeys(requests))
-    if not unique:
-        raise ArgumentError("requests must hold at least one request")
+    jobs = make_jobs(requests, gpu, families)
     # No more than there is work for.
-    found = found[: len(unique)]
+    found = found[: len(jobs)]
     ledger = Ledger(
         gpu=gpu,
         measured=bool(found),
@@ -96,14 +97,14 @@ def tune(
 
         require_storage(storage)
     tools.nvcc_version()
-    require_writable(gpu, {request.spec.kind for request in unique}, root=ledger.out)
+    require_writable(gpu, {job.request.spec.kind for job in jobs}, root=ledger.out)
     try:
         if not found:
             from .predicted import tune_predicted
 
-            tune_predicted(unique, ledger, tools, trials, resume=resume, seed=seed, storage=storage)
+            tune_predicted(jobs, ledger, tools, trials, resume=resume, seed=seed, storage=storage)
         else:
-            _tune_measured(unique, ledger, tools, found, trials, resume=resume, seed=seed, storage=storage)
+            _tune_measured(jobs, ledger, tools, found, trials, resume=resume, seed=seed, storage=storage)
     except KeyboardInterrupt:
         ledger.interrupted = True
     except LaunchError as error:
@@ -111,8 +112,38 @@ def tune(
     return ledger.report()
 
 
+def make_jobs(requests: Sequence[TuneRequest], gpu: Gpu, wanted: Collection[str] | None = None) -> list[TuneJob]:
+    """The jobs of a session: each request once, for every family that competes for it, the families side by side.
+
+    Args:
+        requests, gpu: What is tuned for what.
+        wanted: Only these families.
+
+    Raises:
+        ArgumentError: No requests, or a family that does not exist.
+        UnsupportedError: None of the families wanted serves a request on the GPU.
+    """
+    from .space import families
+
+    if not requests:
+        raise ArgumentError("requests must hold at least one request")
+    known = dict.fromkeys(family for each in FAMILIES.values() for family in each)
+    if unknown := [family for family in wanted or () if family not in known]:
+        raise ArgumentError(f"family must be one of {', '.join(known)}, got {', '.join(unknown)}")
+    jobs = []
+    for request in dict.fromkeys(requests):
+        serving = families(request.spec, gpu, wanted)
+        if not serving:
+            raise UnsupportedError(
+                f"family {' or '.join(wanted or ())} does not serve {request.spec.slug()} on {gpu.name}: "
+                f"{', '.join(families(request.spec, gpu))} does"
+            )
+        jobs += [TuneJob(request, family) for family in serving]
+    return jobs
+
+
 def _tune_measured(
-    requests: Sequence[TuneRequest],
+    jobs: Sequence[TuneJob],
     ledger: Ledger,
     tools: Tools,
     found: Sequence[DeviceInfo],
@@ -129,7 +160,7 @@ def _tune_measured(
         from .devices import tune_measured
         from .measured import Options
 
-        tune_measured(requests, ledger, tools, devices, Options(trials=trials, **study))
+        tune_measured(jobs, ledger, tools, devices, Options(trials=trials, **study))
     finally:
         for device in devices:
             device.stop()

@@ -11,14 +11,14 @@ from dataclasses import replace
 from fa2gen.compile import CompiledKernel
 from fa2gen.hardware import Gpu, occupancy
 from fa2gen.problem import Problem
-from fa2gen.spec import BwdConfig, Config, FwdConfig, KernelSpec
+from fa2gen.spec import Config, FwdConfig, FwdSm90Config, KernelSpec
 
 from .builds import Build, main_kernel
 from .model import predict
 from .prediction import Facts
 from .space import GRIDS, legal_space
 
-# Good kernels of this family spill up to about 100 bytes of prologue values; beyond this the loop itself spills.
+# Good kernels of the sm80 family spill up to about 100 bytes of prologue values; beyond this the loop itself spills.
 MAX_SPILL_BYTES = 512
 # So many queries fill the rows of a block by themselves: packing heads wins nothing, and doubles what is to be ranked.
 _PACKING_SEQLEN = 512
@@ -26,14 +26,16 @@ _PACKING_SEQLEN = 512
 MAX_ARRAY_BYTES = 64
 
 
-def shortlist(spec: KernelSpec, problems: Sequence[Problem], gpu: Gpu, count: int) -> list[Config]:
-    """The legal configs that the model, before compiling, expects to be fastest over the problems; best first.
+def shortlist(
+    spec: KernelSpec, problems: Sequence[Problem], gpu: Gpu, count: int, family: str = "sm80"
+) -> list[Config]:
+    """A family's legal configs that its model, before compiling, expects to be fastest over the problems; best first.
 
     Each problem counts alike: configs are ordered by the mean of their time over the problem's best time. Of those that
-    differ in stages and residency alone the first comes before all others: what the model says of them is within its
-    error, and they would crowd out other shapes.
+    differ in stages and residency alone (of the sm90 family, in all but tiles and products) the first comes before all
+    others: what the model says of them is within its error, and they would crowd out other shapes.
     """
-    configs = legal_space(spec, gpu).configs
+    configs = legal_space(spec, gpu, family).configs
     if all(problem.seqlen_q >= _PACKING_SEQLEN for problem in problems):
         configs = tuple(config for config in configs if not (isinstance(config, FwdConfig) and config.pack_gqa))
     score = _scores(spec, problems, gpu, configs)
@@ -41,16 +43,24 @@ def shortlist(spec: KernelSpec, problems: Sequence[Problem], gpu: Gpu, count: in
     others: list[Config] = []
     seen: set[Config] = set()
     for config in sorted(score, key=score.__getitem__):
-        kind = replace(config, num_stages=1, min_blocks=1)
+        kind = _kind(config)
         (others if kind in seen else first).append(config)
         seen.add(kind)
     return [*first, *others][:count]
 
 
+def _kind(config: Config) -> Config:
+    """What configs of one shape have in common, see :func:`shortlist`; one block of the sm90 family fills an SM."""
+    if isinstance(config, FwdSm90Config):
+        return replace(config, num_stages=1, q_stages=1, scheduler="static", epilogue="tma")
+    return replace(config, num_stages=1, min_blocks=1)
+
+
 def neighbours(spec: KernelSpec, problem: Problem, gpu: Gpu, configs: Sequence[Config]) -> list[Config]:
     """The legal configs that differ in a single tunable from one of these: of each in turn, in the model's order."""
-    grid, legal, lists = GRIDS[spec.kind], {*legal_space(spec, gpu).configs}, []
+    lists = []
     for config in configs:
+        grid, legal = GRIDS[spec.kind][config.family], {*legal_space(spec, gpu, config.family).configs}
         params = grid.params_of(config)
         points = [grid.config_of({**params, name: value}) for name, values in grid.values.items() for value in values]
         near = dict.fromkeys(point for point in points if point is not None and point in legal)
@@ -83,7 +93,11 @@ def _facts(compiled: CompiledKernel) -> Facts:
 
 def spill_reason(build: Build) -> str | None:
     """Why a compiled config is not worth timing, or None."""
-    resources = main_kernel(build).resources
+    main = main_kernel(build)
+    resources = main.resources
+    if isinstance(main.source.config, FwdSm90Config) and (resources.spills or resources.stack_bytes):
+        # While wgmma runs, what its registers hold cannot move: good kernels of the family have none (290 compiled).
+        return f"{resources.spill_store_bytes} bytes of spill stores, {resources.stack_bytes} of stack a thread"
     if resources.spill_store_bytes > MAX_SPILL_BYTES:
         return f"{resources.spill_store_bytes} bytes of spill stores a thread, more than {MAX_SPILL_BYTES}"
     arrays = resources.stack_bytes - resources.spill_store_bytes
@@ -111,8 +125,10 @@ def code_digest(build: Build) -> str:
     digest = hashlib.sha256()
     for compiled in build:
         source, config = compiled.source, compiled.source.config
-        # The tiles that grids are counted in.
-        tiles = (config.block_m, config.block_n) if isinstance(config, BwdConfig) else (config.block_m,)
+        # The tiles that grids are counted in, or of which tensor maps have the size.
+        tiles = [config.block_m] if isinstance(config, FwdConfig) else [config.block_m, config.block_n]
+        if isinstance(config, FwdSm90Config):
+            tiles += [config.epilogue == "tma", config.scheduler == "dynamic"]
         digest.update(repr((source.num_threads, source.smem_bytes, *tiles, compiled.resources)).encode())
         for section in _text_sections(compiled.cubin):
             digest.update(section)

@@ -1,4 +1,4 @@
-"""The backward's grid."""
+"""The grid of the sm80 family's backward."""
 
 from __future__ import annotations
 

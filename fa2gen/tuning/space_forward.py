@@ -1,4 +1,4 @@
-"""The forward's grid."""
+"""The grid of the sm80 family's forward."""
 
 from __future__ import annotations
 

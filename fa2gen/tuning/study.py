@@ -1,4 +1,4 @@
-"""One Optuna study of one (gpu, spec, bucket): resumable, shared by processes, and honest about failures.
+"""One Optuna study of one (gpu, spec, bucket, family): resumable, shared by processes, and honest about failures.
 
 Where it lies is the business of ``storage.py``. Neither of Optuna's constraint interfaces is used (one is deprecated in
 version 5, the other does not exist in version 4): illegal points are told as pruned, with the reason, before anything
@@ -55,10 +55,10 @@ def study_name(
 ) -> str:
     """Readable name with a hash over everything that makes old numbers comparable with new ones.
 
-    The grid is part of it: Optuna refuses a study whose parameters had other values.
+    The family's grid is part of it: Optuna refuses a study whose parameters had other values.
     """
     identity = json.dumps(
-        [gpu, spec.key(), bucket.label(), family, template_hash, space_key, objective, GRIDS[spec.kind].values]
+        [gpu, spec.key(), bucket.label(), family, template_hash, space_key, objective, GRIDS[spec.kind][family].values]
     )
     digest = hashlib.sha256(identity.encode()).hexdigest()[:12]
     return f"{gpu}_{spec.slug()}_{bucket.label()}_{family}_{digest}"
@@ -87,14 +87,14 @@ def _sampler(seed: int) -> optuna.samplers.TPESampler:
 
 
 class TuningStudy:
-    """Ask and tell over the legal space of one (gpu, spec, bucket).
+    """Ask and tell over the legal space of one (gpu, spec, bucket) and family.
 
     Use as a context manager: while it is open, other processes see that its running trials are alive.
 
     Args:
         gpu, spec, bucket: What is tuned.
-        template_hash: Of the kernel's templates.
-        space: The legal space.
+        template_hash: Of the templates of the family's kernels.
+        space: The family's legal space.
         objective: What the numbers are: ``"measured"``, or the model and compiler that predict them. Never mixed.
         family: Kernel family.
         seed: Of the sampler.
@@ -124,7 +124,7 @@ class TuningStudy:
         storage: str | None = None,
     ) -> None:
         self._gpu, self._spec, self._space = gpu, spec, space
-        self._grid = GRIDS[spec.kind]
+        self._grid = GRIDS[spec.kind][family]
         self._random = random.Random(seed)
         self._distributions: dict[str, BaseDistribution] = {
             name: CategoricalDistribution(values) for name, values in self._grid.values.items()

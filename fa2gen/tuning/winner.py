@@ -20,8 +20,8 @@ from fa2gen.tables.store import cached_table
 MAX_RELATIVES = 6
 
 
-def find_incumbent(spec: KernelSpec, bucket: Bucket, gpu: Gpu, roots: Iterable[Path]) -> Config | None:
-    """What the tables hold for the spec and bucket, stale or not: a measured entry of the first folder that has one.
+def find_incumbent(spec: KernelSpec, bucket: Bucket, family: str, gpu: Gpu, roots: Iterable[Path]) -> Config | None:
+    """What the tables hold of a family for the spec and bucket, stale or not: a measured entry of the first folder.
 
     None if none knows a config that is still legal. As in a lookup, an earlier folder's prediction hides no measured
     entry of a later one.
@@ -29,13 +29,15 @@ def find_incumbent(spec: KernelSpec, bucket: Bucket, gpu: Gpu, roots: Iterable[P
     found = [
         entry
         for entry in _entries(spec.kind, gpu, roots)
-        if entry.key == (spec, bucket) and infeasible_reason(spec, entry.config, gpu.arch) is None
+        if entry.key == (spec, bucket, family) and infeasible_reason(spec, entry.config, gpu.arch) is None
     ]
     return min(found, key=lambda entry: not is_measured(entry)).config if found else None
 
 
-def find_relatives(spec: KernelSpec, bucket: Bucket, gpu: Gpu, roots: Iterable[Path], count: int) -> tuple[Config, ...]:
-    """Configs that were measured to be fastest for the same head dim and mask: other sizes, heads, dtype, determinism.
+def find_relatives(
+    spec: KernelSpec, bucket: Bucket, family: str, gpu: Gpu, roots: Iterable[Path], count: int
+) -> tuple[Config, ...]:
+    """A family's fastest for the same head dim and mask, where measured: other sizes, heads, dtype, determinism.
 
     Nearest first, of equally near ones the same dtype; each made legal as a lookup would, or left out.
     """
@@ -44,8 +46,10 @@ def find_relatives(spec: KernelSpec, bucket: Bucket, gpu: Gpu, roots: Iterable[P
         other = entry.spec
         if (other.head_dim, other.causal, other.alignment) != (spec.head_dim, spec.causal, spec.alignment):
             continue
+        if entry.config.family != family:
+            continue
         config, _ = borrowed_config(spec, entry.config)
-        if entry.key == (spec, bucket) or not is_measured(entry) or infeasible_reason(spec, config, gpu.arch):
+        if entry.key == (spec, bucket, family) or not is_measured(entry) or infeasible_reason(spec, config, gpu.arch):
             continue
         distance = bucket_distance(entry.bucket, bucket) + abs(math.log2(other.gqa_ratio / spec.gqa_ratio))
         distance += other.deterministic != spec.deterministic

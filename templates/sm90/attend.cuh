@@ -14,16 +14,13 @@ struct Consumer {
 // the others. A named barrier for each, on which the one before arrives.
 constexpr int kTurnBarrier = 1;
 
-// Where a consumer's warps meet: before its P, and before its O, is read from shared memory.
-constexpr int kProbabilityBarrier = kTurnBarrier + kWarpgroups;
-constexpr int kOutputBarrier = kProbabilityBarrier + kWarpgroups;
+FUNC void wait_for_turn(int group) { bar_sync(kTurnBarrier + group, 256); }
+FUNC void pass_turn(int group) { bar_arrive(kTurnBarrier + (group + 1 == kWarpgroups ? 0 : group + 1), 256); }
 
-FUNC void wait_for_turn(int group) {
-  if constexpr (kPingPong) bar_sync(kTurnBarrier + group, 256);
-}
-FUNC void pass_turn(int group) {
-  if constexpr (kPingPong) bar_arrive(kTurnBarrier + (group + 1 == kWarpgroups ? 0 : group + 1), 256);
-}
+// Where a consumer's warps meet before its P is read from shared memory.
+constexpr int kProbabilityBarrier = 1 + kWarpgroups;
+// And before its O is.
+constexpr int kOutputBarrier = 1 + 2 * kWarpgroups;
 
 FUNC u32 key_tile(RingPosition at) { return smem_base() + kSmemK + at.stage * kKeyTileBytes; }
 FUNC u32 value_tile(RingPosition at) { return smem_base() + kSmemV + at.stage * kKeyTileBytes; }
@@ -77,14 +74,15 @@ FUNC void attend_overlapped(ScoreTile& acc_s, OutputTile& acc_o, ProbabilityFrag
   float alpha[2];
   trace("key tile", j);
   wait_full<kNumStages>(kBarriersK, consumer.k);
-  wait_for_turn(consumer.group);
+  if constexpr (kPingPong) wait_for_turn(consumer.group);
   wgmma_fence();
   issue_qk(acc_s, tile_q, key_tile(consumer.k));
   wgmma_commit();
   wait_full<kNumStages>(kBarriersV, consumer.v);
+  wgmma_fence();
   issue_pv(acc_o, frag_p, consumer.tile_p, value_tile(consumer.v), accumulate);
   wgmma_commit();
-  pass_turn(consumer.group);
+  if constexpr (kPingPong) pass_turn(consumer.group);
   wgmma_wait<1>();
   release_k(consumer);
   softmax_step<kMasked>(acc_s, softmax, alpha, row, j, p);
@@ -97,11 +95,11 @@ FUNC void attend_overlapped(ScoreTile& acc_s, OutputTile& acc_o, ProbabilityFrag
 // O += P V of the last key tile.
 FUNC void attend_last(OutputTile& acc_o, const ProbabilityFragments& frag_p, Consumer& consumer, bool accumulate) {
   wait_full<kNumStages>(kBarriersV, consumer.v);
-  wait_for_turn(consumer.group);
+  if constexpr (kPingPong) wait_for_turn(consumer.group);
   wgmma_fence();
   issue_pv(acc_o, frag_p, consumer.tile_p, value_tile(consumer.v), accumulate);
   wgmma_commit();
-  pass_turn(consumer.group);
+  if constexpr (kPingPong) pass_turn(consumer.group);
   wgmma_wait<0>();
   release_v(consumer);
 }
@@ -113,11 +111,11 @@ FUNC void attend_in_order(ScoreTile& acc_s, OutputTile& acc_o, ProbabilityFragme
   float alpha[2];
   trace("key tile", j);
   wait_full<kNumStages>(kBarriersK, consumer.k);
-  wait_for_turn(consumer.group);
+  if constexpr (kPingPong) wait_for_turn(consumer.group);
   wgmma_fence();
   issue_qk(acc_s, tile_q, key_tile(consumer.k));
   wgmma_commit();
-  pass_turn(consumer.group);
+  if constexpr (kPingPong) pass_turn(consumer.group);
   wgmma_wait<0>();
   release_k(consumer);
   softmax_step<kMasked>(acc_s, softmax, alpha, row, j, p);
@@ -141,18 +139,22 @@ FUNC void attend(OutputTile& acc_o, SoftmaxState& softmax, Consumer& consumer, u
     attend_first(acc_s, frag_p, softmax, consumer, tile_q, row, j, j >= whole, p);
     j--;
 #pragma unroll 1
-    for (; j >= whole; j--)
+    for (; j >= whole; j--) {
       attend_overlapped<true>(acc_s, acc_o, frag_p, softmax, consumer, tile_q, row, j, j < visible - 2, p);
+    }
 #pragma unroll 1
-    for (; j >= 0; j--)
+    for (; j >= 0; j--) {
       attend_overlapped<false>(acc_s, acc_o, frag_p, softmax, consumer, tile_q, row, j, j < visible - 2, p);
+    }
     attend_last(acc_o, frag_p, consumer, visible > 1);
   } else {
 #pragma unroll 1
-    for (; j >= whole; j--)
+    for (; j >= whole; j--) {
       attend_in_order<true>(acc_s, acc_o, frag_p, softmax, consumer, tile_q, row, j, j < visible - 1, p);
+    }
 #pragma unroll 1
-    for (; j >= 0; j--)
+    for (; j >= 0; j--) {
       attend_in_order<false>(acc_s, acc_o, frag_p, softmax, consumer, tile_q, row, j, j < visible - 1, p);
+    }
   }
 }

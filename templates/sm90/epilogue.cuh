@@ -16,8 +16,8 @@ FUNC void finish_rows(OutputTile& acc_o, SoftmaxState& softmax, int row, i64 hea
   }
 }
 
-// O to this warpgroup's part of the Q tile, which it has read, and from there by TMA. The group leader's store reads
-// it until finish_store.
+// O to this warpgroup's part of the Q tile, which it has read, and from there by TMA. The store is the group leader's,
+// which has to wait for it before the tile may be refilled.
 FUNC void store_by_tma(const OutputTile& acc_o, u32 tile_q, int group, const WorkTile& work, const FwdParams& p) {
   const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane % 16;
 #pragma unroll
@@ -37,8 +37,8 @@ FUNC void store_by_tma(const OutputTile& acc_o, u32 tile_q, int group, const Wor
   tma_store_commit();
 }
 
-// O straight from registers. Four lanes exchange what they have of a row's four n8 tiles, two by two, so that each
-// holds one whole tile's 16 bytes.
+// O straight from registers. Four lanes exchange what they have of a row's four n8 tiles, so that each holds one whole
+// tile's 16 bytes: a 4 x 4 transpose in two rounds, in which a lane sends the half that its partner keeps.
 FUNC void store_directly(const OutputTile& acc_o, int row, const WorkTile& work, const FwdParams& p) {
   const int place = threadIdx.x % 4;
   const gptr<Element> o = p.o + (work.batch * p.o_batch_stride + work.head * p.o_head_stride);
@@ -52,7 +52,6 @@ FUNC void store_directly(const OutputTile& acc_o, int row, const WorkTile& work,
         const int n = 4 * quad + i;
         piece[i] = n < kColumnsO / 8 ? pack2<Element>(acc_o[4 * n + 2 * r], acc_o[4 * n + 2 * r + 1]) : 0;
       }
-      // A 4 x 4 transpose in two rounds: each lane sends the half that its partner keeps.
 #pragma unroll
       for (int i = 0; i < 4; i += 2) {
         const u32 theirs = shfl_xor(place & 1 ? piece[i] : piece[i + 1], 1);

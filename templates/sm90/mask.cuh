@@ -5,25 +5,22 @@
 
 // Key tiles that some row of a query tile sees.
 FUNC int visible_tiles(int row_0, int seqlen_k, int diagonal) {
-  int end = seqlen_k;
-  if constexpr (kCausal) end = min_i32(end, max_i32(row_0 + kBlockM + diagonal, 0));
+  const int end = kCausal ? min_i32(seqlen_k, max_i32(row_0 + kBlockM + diagonal, 0)) : seqlen_k;
   return (end + kBlockN - 1) / kBlockN;
 }
 
 // How many of them, from the left, need no mask: every row from `row` on sees them whole.
 FUNC int whole_tiles(int row, int seqlen_k, int diagonal) {
-  int end = seqlen_k;
-  if constexpr (kCausal) end = min_i32(end, max_i32(row + 1 + diagonal, 0));
+  const int end = kCausal ? min_i32(seqlen_k, max_i32(row + 1 + diagonal, 0)) : seqlen_k;
   return end / kBlockN;
 }
 
-// Sets the scores of invisible keys to -inf. `row` is this thread's first row, `column` the tile's first key.
+// Sets the scores of invisible keys to -inf. `row` is this thread's first row. `column` is the tile's first key.
 FUNC void mask_scores(ScoreTile& acc_s, int row, int column, int seqlen_k, int diagonal) {
 #pragma unroll
   for (int r = 0; r < 2; r++) {
-    int end = seqlen_k;
-    if constexpr (kCausal) end = min_i32(end, row + r * 8 + diagonal + 1);
-    end -= column + threadIdx.x % 4 * 2;
+    const int seen = kCausal ? min_i32(seqlen_k, row + r * 8 + diagonal + 1) : seqlen_k;
+    const int end = seen - (column + threadIdx.x % 4 * 2);  // in columns from this thread's first
 #pragma unroll
     for (int n = 0; n < kBlockN / 8; n++)
 #pragma unroll

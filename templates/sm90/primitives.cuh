@@ -33,7 +33,7 @@ FUNC void tma_store_wait_read() {
 // Makes this thread's earlier stores to shared memory visible to the asynchronous proxy, once a barrier follows.
 FUNC void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// mbarriers: those of the older instructions, whose phases may also wait for bytes of bulk copies.
+// mbarriers, whose phases may also wait for bytes of bulk copies.
 
 // After mbarrier_init, by the thread that initialised, before the block's barrier: bulk copies may arrive then.
 FUNC void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
@@ -43,7 +43,7 @@ FUNC void mbarrier_arrive_expect_tx(u32 address, u32 bytes) {
                "r"(bytes)
                : "memory");
 }
-// mbarrier_wait, but the thread is suspended for a while before it looks again.
+// Waits until the phase of this parity is complete; the thread is suspended for a while before it looks again.
 FUNC void mbarrier_try_wait(u32 address, u32 parity) {
   asm volatile(
       "{ .reg .pred done; "
@@ -61,8 +61,8 @@ FUNC bool elect_one() {
   asm volatile("{ .reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p; }" : "=r"(elected));
   return elected != 0;
 }
-// Four 8x8 matrices of 16-bit elements to shared memory, the inverse of ldmatrix_x4: lane l gives the address of row
-// l % 8 of matrix l / 8.
+// Four 8x8 matrices of 16-bit elements to shared memory: lane l gives the address of row l % 8 of matrix l / 8, and has
+// of row l / 4 of each matrix the elements l % 4 * 2 and the next.
 FUNC void stmatrix_x4(u32 row_address, u32 r0, u32 r1, u32 r2, u32 r3) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row_address), "r"(r0), "r"(r1),
                "r"(r2), "r"(r3)

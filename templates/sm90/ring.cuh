@@ -20,7 +20,7 @@ FUNC void advance(RingPosition& at) {
 // Addresses of mbarriers: for each ring the full ones of all stages, then the empty ones.
 constexpr u32 kBarriersQ = kSmemBarriers, kBarriersK = kBarriersQ + 16 * kQueryStages;
 constexpr u32 kBarriersV = kBarriersK + 16 * kNumStages, kBarriersTile = kBarriersV + 16 * kNumStages;
-constexpr int kTileSlots = 2;  // tile numbers on their way from the producer to the consumers
+constexpr int kTileSlots = kDynamic ? 2 : 0;  // tile numbers on their way from the producer to the consumers
 constexpr u32 kTileNumbers = kBarriersTile + 16 * kTileSlots;
 
 template <int kStages>

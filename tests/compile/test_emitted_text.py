@@ -13,12 +13,14 @@ from pathlib import Path
 import pytest
 
 from fa2gen.codegen import KernelSource, kernels_of, render_kernel
+from fa2gen.codegen.files import environment
 from fa2gen.codegen.render import full_parts, join_parts
 from fa2gen.compile import CompiledKernel, compile_many, find_nvcc
 from fa2gen.constraints import infeasible_reason
 from fa2gen.hardware import arch_limits
-from fa2gen.spec import BwdConfig, FwdConfig, KernelSpec
+from fa2gen.spec import BwdConfig, FwdConfig, FwdSm90Config, KernelSpec
 from fa2gen.tuning.shortlist import code_digest
+from tests import sm90_covering
 
 # Every choice of the templates is turned both ways by the first three; the others pair what may meet.
 COVERING = [
@@ -95,6 +97,7 @@ BACKWARD = [
     (KernelSpec(kind="bwd", head_dim=96), BwdConfig.from_slug("sm80_64x64s32_w4_st1_r1_mb1_kvr"), (8, 9)),
     (KernelSpec(kind="bwd", head_dim=64), BwdConfig.from_slug("sm80_64x128s64_w4_st2_r1_mb1_ds2"), (9, 0)),
 ]
+SM90 = [(spec, config, (9, 0)) for spec, config in sm90_covering.KERNELS]
 FULL = bool(os.environ.get("FA2GEN_TEST_FULL"))
 
 
@@ -109,8 +112,12 @@ def kernels(rows):
     )
 
 
-ALL = kernels([*COVERING, *BACKWARD])
-FEW = ALL if FULL else kernels([*COVERING[:3], *BACKWARD[:3]])
+ALL = kernels([*COVERING, *BACKWARD, *SM90])
+FEW = ALL if FULL else kernels([*COVERING[:3], *BACKWARD[:3], *SM90[:4]])
+
+
+def target_of(config, capability):
+    return sm90_covering.TARGET if isinstance(config, FwdSm90Config) else arch_limits(capability).target
 
 
 def whole(source: KernelSource) -> KernelSource:
@@ -120,12 +127,12 @@ def whole(source: KernelSource) -> KernelSource:
 
 
 def test_covering_set_is_legal():
-    for spec, config, capability in (*COVERING, *BACKWARD):
+    for spec, config, capability in (*COVERING, *BACKWARD, *SM90):
         assert infeasible_reason(spec, config, arch_limits(capability)) is None, (spec, config, capability)
 
 
 def test_what_is_left_out_changes_no_instruction():
-    jobs = [(render_kernel(spec, config, kernel=name), arch_limits(chip).target) for spec, config, chip, name in FEW]
+    jobs = [(render_kernel(spec, config, kernel=name), target_of(config, chip)) for spec, config, chip, name in FEW]
     pairs = [(text, target) for source, target in jobs for text in (source, whole(source))]
     results = compile_many(pairs)
     for pruned, full in zip(results[::2], results[1::2], strict=True):
@@ -152,7 +159,7 @@ def nvcc(folder: Path, text: str, *flags: str) -> subprocess.CompletedProcess[st
 def test_nothing_is_unused_by_the_compilers_account(index, tmp_path):
     """nvcc's front end names functions and constants without a use once they are plain static ones."""
     spec, config, capability, name = FEW[index]
-    target = arch_limits(capability).target
+    target = target_of(config, capability)
     for standard in ("c++17", "c++20"):
         text = render_kernel(spec, config, kernel=name).text
         # Inline functions may be without use in C++, static ones are reported.
@@ -166,14 +173,16 @@ def test_nothing_is_unused_by_the_compilers_account(index, tmp_path):
     assert "unused" in done.stderr
 
 
-TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
+TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_90a", "sm_100", "sm_120")
 
 
-@pytest.mark.parametrize("target", TARGETS if FULL else TARGETS[3:4])
+@pytest.mark.parametrize("target", TARGETS if FULL else TARGETS[3:5])
 def test_plain_nvcc_has_no_warnings(target, tmp_path):
     """As a user compiles it: one command, the toolkit's own headers, every warning an error."""
-    for spec, config, _, name in FEW if FULL else (FEW[0], FEW[4]):
+    for spec, config, _, name in FEW if FULL else (FEW[0], FEW[4], FEW[-1]):
         if config.canonical().get("reduction") == "vector" and target < "sm_90":
+            continue
+        if isinstance(config, FwdSm90Config) != (target == sm90_covering.TARGET):
             continue
         source = render_kernel(spec, config, kernel=name)
         for standard in ("c++17", "c++20") if FULL else ("c++20",):
@@ -181,19 +190,40 @@ def test_plain_nvcc_has_no_warnings(target, tmp_path):
             assert (done.returncode, done.stderr) == (0, ""), (source.entry, target, standard, done.stderr)
 
 
-def test_kernels_are_formatted(tmp_path):
+def require_formatted(folder: Path) -> None:
+    """Fails where clang-format would change a file of a folder, or a line is too long; skips where there is none."""
     # Beside this interpreter, whose environment need not be the shell's.
     folders = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
     program = shutil.which("clang-format", path=folders)
     if program is None:
         pytest.skip("clang-format is not installed; the extra [test] brings it")
+    for path in folder.iterdir():
+        assert not re.search(r"[ \t]$|\n\n\n|[^\n]{121}", path.read_text(), re.M), path.name
     style = Path(__file__).parents[2] / ".clang-format"
-    for spec, config, _, name in ALL:
-        source = render_kernel(spec, config, kernel=name)
-        (tmp_path / f"{source.entry}.cu").write_text(source.text)
-        assert not re.search(r"[ \t]$|\n\n\n|[^\n]{121}", source.text, re.M), source.entry
     done = subprocess.run(
-        [program, f"--style=file:{style}", "--dry-run", "--Werror", *sorted(map(str, tmp_path.iterdir()))],
+        [program, f"--style=file:{style}", "--dry-run", "--Werror", *sorted(map(str, folder.iterdir()))],
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+
+
+def test_kernels_are_formatted(tmp_path):
+    for spec, config, _, name in ALL:
+        source = render_kernel(spec, config, kernel=name)
+        (tmp_path / f"{source.entry}.cu").write_text(source.text)
+    require_formatted(tmp_path)
+
+
+def test_wgmma_of_every_width_is_formatted(tmp_path):
+    """Its operand lists are filled by the template, whatever their length."""
+    for element, ptx_element in (("bf16", "bf16"), ("fp16", "f16")):
+        shapes = [
+            {"form": form, "n": n, "transposed_b": transposed}
+            for form in ("ss", "rs")
+            for n in range(16, 257, 16)
+            for transposed in ("false", "true")
+        ]
+        template = environment().get_template("sm90/wgmma.cuh.j2")
+        text = template.render(element=element, ptx_element=ptx_element, wgmma_shapes=shapes)
+        (tmp_path / f"{element}.cu").write_text(text)
+    require_formatted(tmp_path)

@@ -10,6 +10,7 @@ from fa2gen.constraints import infeasible_reason
 from fa2gen.hardware import arch_limits
 from fa2gen.runtime import attention
 from fa2gen.runtime.request import read_request
+from fa2gen.spec import FwdConfig, FwdSm90Config
 from tests.fuzz_calls import (
     LAYOUTS,
     Call,
@@ -92,11 +93,18 @@ def test_the_pool_is_broad_and_legal() -> None:
     configs = [kernel.config for kernel in pool if kernel.config is not None]
     assert len(configs) == 80
     assert all(infeasible_reason(k.spec, k.config, arch) is None for k in pool if k.config is not None)
-    assert {config.pipeline for config in configs} == {"barrier", "ring"}
-    assert {config.proof for config in configs} == {"step", "block"}
-    assert {config.num_stages for config in configs} == {1, 2, 3}
-    assert {config.warps_n for config in configs} == {1, 2}
-    assert {config.pack_gqa for config in configs} == {False, True}
+    sm80 = [config for config in configs if isinstance(config, FwdConfig)]
+    assert {config.pipeline for config in sm80} == {"barrier", "ring"}
+    assert {config.proof for config in sm80} == {"step", "block"}
+    assert {config.num_stages for config in sm80} == {1, 2, 3}
+    assert {config.warps_n for config in sm80} == {1, 2}
+    assert {config.pack_gqa for config in sm80} == {False, True}
+    sm90 = [config for config in configs if isinstance(config, FwdSm90Config)]
+    assert len(sm90) > 20
+    assert {config.warpgroups for config in sm90} == {1, 2, 3}
+    assert {config.scheduler for config in sm90} == {"static", "dynamic"}
+    assert {config.epilogue for config in sm90} == {"tma", "direct"}
+    assert {config.p_in_smem for config in sm90} == {False, True}
     assert {kernel.spec.alignment for kernel in pool} == {2, 16}
     assert {32, 64, 96, 128, 192, 256} <= {kernel.spec.head_dim for kernel in pool}
 

@@ -5,6 +5,7 @@ The emulator sees only the parameters and the arrays that a GPU would get.
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,12 +13,14 @@ import pytest
 import torch
 
 from fa2gen import driver
-from fa2gen.codegen import PARAMS, kernels_of, render_kernel
+from fa2gen.codegen import kernels_of, param_struct, render_kernel
 from fa2gen.compile import CompiledKernel, ResourceUsage
+from fa2gen.driver import tensor_maps
 from fa2gen.emulator import Buffer, build, run
 from fa2gen.errors import EmulatorError
 from fa2gen.hardware import get_gpu
 from fa2gen.launch import Launch
+from fa2gen.tensor_map import BYTES
 from tests.gpu import sanitize_jobs, sanitize_launch
 from tests.gpu.sanitize_jobs import Case, Prepared
 
@@ -53,16 +56,19 @@ class EmulatedOnGpu:
 
     def launch(self, grid: tuple[int, int, int], block: tuple[int, int, int], params: bytes, stream: int) -> None:
         source = self.compiled.source
-        names = PARAMS[source.kernel].pointers
-        pointers = np.frombuffer(params, np.uint64, len(names)).tolist()
+        struct_of = param_struct(source.kernel, source.config.family)
+        words = np.frombuffer(params, np.uint64).copy()
+        # A tensor with a map is reached by that alone.
+        places = {name.removesuffix("_map"): i * BYTES // 8 for i, name in enumerate(struct_of.tensor_maps)}
+        places = {name: word for name, word in places.items() if words[word]}
+        places = {name: struct_of.pointers_at // 8 + i for i, name in enumerate(struct_of.pointers)} | places
         buffers = [
-            Buffer(name, self.memory.arrays[pointer >> 32 << 32], index, pointer % (1 << 32))
-            for index, (name, pointer) in enumerate(zip(names, pointers, strict=True))
-            if pointer
+            Buffer(name, self.memory.arrays[int(words[word]) >> 32 << 32], word, int(words[word]) % (1 << 32))
+            for name, word in places.items()
+            if words[word]
         ]
-        launch = Launch(
-            source.kernel, grid, block[0], source.smem_bytes, bytes(8 * len(names)) + params[8 * len(names) :]
-        )
+        words[[*places.values()]] = 0
+        launch = Launch(source.kernel, grid, block[0], source.smem_bytes, words.tobytes())
         run(build(render_kernel(source.spec, source.config, "host", source.kernel)), launch, buffers)
 
     def unload(self) -> None:
@@ -75,6 +81,7 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> HostMemory:
     monkeypatch.setattr(sanitize_launch, "Memory", lambda: memory)
     monkeypatch.setattr(driver, "ensure_context", lambda index: None)
     monkeypatch.setattr(driver, "load", lambda kernel, index: EmulatedOnGpu(kernel, memory))
+    monkeypatch.setattr(tensor_maps, "encode", lambda map, address: struct.pack("<Q", address) + map.emulated()[8:])
     return memory
 
 
@@ -88,7 +95,7 @@ def _jobs(case: Case) -> list[Prepared]:
 
 
 # One of each kind runs by default: the smallest with a pointer that is not aligned, and with all workspaces.
-_FEW = {sanitize_jobs.FORWARD[8], sanitize_jobs.BACKWARD[1], sanitize_jobs.BACKWARD[5]}
+_FEW = {sanitize_jobs.FORWARD[8], sanitize_jobs.FORWARD[11], sanitize_jobs.BACKWARD[1], sanitize_jobs.BACKWARD[5]}
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fa2gen.codegen import PARAMS, kernels_of, render_kernel
+from fa2gen.codegen import PARAMS, kernels_of, param_struct, render_kernel
 from fa2gen.compile import CompiledKernel, compile_many
 from fa2gen.constraints import infeasible_reason
+from fa2gen.constraints_sm90 import compile_target
 from fa2gen.errors import CompileError
 from fa2gen.gate import GateCase, check_backward, check_forward, laid_out, make_gradients, make_inputs
 from fa2gen.hardware import Gpu
@@ -21,7 +22,7 @@ from fa2gen.launch import LaunchPlan, bwd_plan, fwd_plan
 from fa2gen.problem import Problem
 from fa2gen.reference import attention_forward
 from fa2gen.runtime.copies import used_strides
-from fa2gen.spec import BwdConfig, Config, FwdConfig, KernelSpec
+from fa2gen.spec import BwdConfig, Config, ForwardConfig, KernelSpec, config_from_slug
 from tests.gpu.sanitize_launch import Array, Job, Step, unwritten
 
 Results = Mapping[str, bytes]
@@ -41,14 +42,15 @@ class Case:
 def _forward(slug: str, *, repaired: str = "", **spec: Any) -> Case:
     """Normal data, and data on which the guarded softmax must be ``repaired``."""
     inputs = [("normal", 1.0), *([(repaired, 200.0)] if repaired else [])]
-    return Case(KernelSpec(**spec), FwdConfig.from_slug(slug), tuple(inputs), (False, True)[: len(inputs)])
+    return Case(KernelSpec(**spec), config_from_slug("fwd", slug), tuple(inputs), (False, True)[: len(inputs)])
 
 
 def _backward(slug: str, head_dim: int, **spec: Any) -> Case:
     return Case(KernelSpec("bwd", head_dim, **spec), BwdConfig.from_slug(slug))
 
 
-NUM_SMS = 132
+# So few that the blocks of kernels that walk over tiles have several.
+NUM_SMS = 2
 FORWARD = (
     _forward("sm80_128x64s64_w4_st3_qr_guarded_mb1_pb", head_dim=64, causal=True, repaired="spike_first"),
     _forward("sm80_128x64s64_w4_st2_qs_guarded_mb1_ring", head_dim=128, repaired="both"),
@@ -61,6 +63,11 @@ FORWARD = (
     _forward("sm80_64x64s64_w4_st2_qs_guarded_mb1_ring", head_dim=40, dtype="fp16", alignment=2),
     _forward("sm80_64x64s64_w2_st1_qs_guarded_mb2", head_dim=128, dtype="fp16", causal=True, repaired="both"),
     _forward("sm80_64x64s32_w4_st2_qs_online_mb1", head_dim=200, gqa_ratio=7),
+    _forward("sm90_192x128_st3_q2_ov_pp_dynamic_tma", head_dim=64, causal=True, gqa_ratio=2),
+    _forward("sm90_128x128_st2_q2_ov_pp_static_tma", head_dim=128, gqa_ratio=3),
+    _forward("sm90_128x96_st2_q1_ps_ov_pp_dynamic_direct", head_dim=128, dtype="fp16", causal=True, gqa_ratio=2),
+    _forward("sm90_128x80_st2_q1_ov_pp_dynamic_direct", head_dim=256, causal=True, gqa_ratio=2),
+    _forward("sm90_64x64_st2_q1_static_tma", head_dim=40, dtype="fp16", gqa_ratio=2),
 )
 BACKWARD = (
     _backward("sm80_64x64s16_w2_st2_r1_mb1_v4", 32, dtype="fp16"),
@@ -98,7 +105,7 @@ def prepare(gpu: Gpu) -> list[Prepared]:
         else:
             print(f"not run here: {case.spec.slug()} {case.config.slug()}: {reason}")
     sources = [render_kernel(case.spec, case.config, kernel=name) for case in legal for name in _kernels(case)]
-    compiled = compile_many([(source, gpu.target) for source in sources])
+    compiled = compile_many([(source, compile_target(source.config, gpu.target)) for source in sources])
     prepared = []
     for number, case in enumerate(legal):
         kernels = {}
@@ -123,7 +130,7 @@ def prepared_jobs(case: Case, number: int, kernels: Mapping[str, CompiledKernel]
 
 
 def _forward_job(
-    case: Case, config: FwdConfig, number: int, kernels: Mapping[str, CompiledKernel], l2_bytes: int
+    case: Case, config: ForwardConfig, number: int, kernels: Mapping[str, CompiledKernel], l2_bytes: int
 ) -> Prepared:
     spec, (data, amount), repaired = case.spec, case.inputs[number], case.repaired[number]
     # A ragged tile at both ends; enough key tiles for every stage to be filled twice.
@@ -139,6 +146,8 @@ def _forward_job(
     start = 0 if spec.alignment == 16 else 2
     arrays = {name: Array(_span(x), start) for name, x in tensors.items()}
     arrays |= {"o": unwritten(2 * q.numel()), "softmax_lse": unwritten(4 * rows * heads), "repairs": Array(bytes(4))}
+    # What the kernel touches of it; the plan rounds it up.
+    arrays |= {workspace.pointer: unwritten(8) for workspace in plan.workspaces}
 
     def fault(results: Results) -> str | None:
         out, lse = _like(results["o"], q), _read(results["softmax_lse"], torch.float32).view(1, heads, rows)
@@ -149,7 +158,7 @@ def _forward_job(
             return "nothing was repaired, so the repair was not watched"
         return None
 
-    job = Job(_steps(plan, kernels), arrays, ("o", "softmax_lse", "repairs"))
+    job = Job(_steps(plan, config, kernels), arrays, ("o", "softmax_lse", "repairs"))
     return Prepared(f"{spec.slug()} {config.slug()} {gate_case.label()}", job, tensors, fault)
 
 
@@ -188,7 +197,7 @@ def _backward_job(
         report = check_backward(grads, q, k, v, dout, causal=spec.causal, softmax_scale=scale, dlse=dlse)
         return None if report.passed else report.text
 
-    job = Job(_steps(plan, kernels), arrays, tuple(outputs))
+    job = Job(_steps(plan, config, kernels), arrays, tuple(outputs))
     return Prepared(f"{spec.slug()} {config.slug()} {gate_case.label()}", job, tensors | rows_of, fault)
 
 
@@ -213,9 +222,16 @@ def _strides(tensors: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> di
     return strides
 
 
-def _steps(plan: LaunchPlan, kernels: Mapping[str, CompiledKernel]) -> tuple[Step, ...]:
+def _steps(plan: LaunchPlan, config: Config, kernels: Mapping[str, CompiledKernel]) -> tuple[Step, ...]:
     return tuple(
-        Step(kernels[launch.kernel], launch.grid, launch.num_threads, launch.params, PARAMS[launch.kernel].pointers)
+        Step(
+            kernels[launch.kernel],
+            launch.grid,
+            launch.num_threads,
+            launch.params,
+            param_struct(launch.kernel, config.family).pointers,
+            launch.tensor_maps,
+        )
         for launch in plan.launches
     )
 

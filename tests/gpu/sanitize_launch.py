@@ -12,12 +12,14 @@ import ctypes
 import pickle
 import struct
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from fa2gen import driver
 from fa2gen.compile import CompiledKernel
+from fa2gen.driver import tensor_maps
+from fa2gen.tensor_map import BYTES, TensorMap
 
 
 @dataclass(frozen=True)
@@ -39,8 +41,10 @@ class Step:
 
     Attributes:
         kernel: Compiled.
-        grid, num_threads, params: The launch; the pointers at the head of ``params`` are null.
+        grid, num_threads, params: The launch; the tensor maps at the head of ``params`` are empty, the pointers that
+            follow them null.
         pointers: Names of those pointers. One that names no array stays null.
+        maps: What belongs into those maps; None: nothing.
     """
 
     kernel: CompiledKernel
@@ -48,6 +52,15 @@ class Step:
     num_threads: int
     params: bytes
     pointers: tuple[str, ...]
+    maps: tuple[TensorMap | None, ...] = ()
+
+    def bound(self, addresses: Mapping[str, int]) -> bytes:
+        """The parameters with maps and pointers of these arrays."""
+        maps = b"".join(
+            bytes(BYTES) if each is None else tensor_maps.encode(each, addresses[each.tensor]) for each in self.maps
+        )
+        pointers = struct.pack(f"<{len(self.pointers)}Q", *(addresses.get(name, 0) for name in self.pointers))
+        return maps + pointers + self.params[len(maps) + len(pointers) :]
 
 
 @dataclass
@@ -76,8 +89,7 @@ def launch_all(jobs: Sequence[Job]) -> None:
         bases = {name: cuda.upload(b"\xff" * array.start + array.data) for name, array in job.arrays.items()}
         addresses = {name: bases[name] + array.start for name, array in job.arrays.items()}
         for step, kernel in zip(job.steps, kernels, strict=True):
-            pointers = struct.pack(f"<{len(step.pointers)}Q", *(addresses.get(name, 0) for name in step.pointers))
-            kernel.launch(step.grid, (step.num_threads, 1, 1), pointers + step.params[len(pointers) :], 0)
+            kernel.launch(step.grid, (step.num_threads, 1, 1), step.bound(addresses), 0)
         cuda.synchronize()
         job.results = {name: cuda.download(addresses[name], len(job.arrays[name].data)) for name in job.outputs}
         cuda.free_all()

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fa2gen.codegen import render_kernel
 from fa2gen.compile import compile_many
+from fa2gen.constraints_sm90 import compile_target
 from fa2gen.errors import CompileError
 from fa2gen.runtime import attention, plan
 from fa2gen.runtime.request import Request, read_request
@@ -53,7 +54,7 @@ def _kernel_of(call: Call, index: int) -> tuple[KernelSpec, FwdConfig]:
 def _compile_ahead(calls: Sequence[Call], index: int) -> int:
     jobs = list(dict.fromkeys(_kernel_of(call, index) for call in calls if not call.is_empty))
     target = plan.device_gpu(index).target
-    compiled = compile_many([(render_kernel(spec, config), target) for spec, config in jobs])
+    compiled = compile_many([(render_kernel(*job), compile_target(job[1], target)) for job in jobs])
     for (spec, config), kernel in zip(jobs, compiled, strict=True):
         assert not isinstance(kernel, CompileError), f"{spec.slug()} {config.slug()}: {kernel}"
         plan.loaded_kernel(spec, config, index, kernel)

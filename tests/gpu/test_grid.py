@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fa2gen.codegen import render_kernel
 from fa2gen.compile import compile_many
+from fa2gen.constraints_sm90 import compile_target
 from fa2gen.errors import CompileError
 from fa2gen.gate import GateCase, check_forward, forward_cases, make_inputs
 from fa2gen.problem import Problem
@@ -59,7 +60,7 @@ def kernels() -> _Kernels:
     chosen = {cell: _tables_choice(cell, SHAPES[i % len(SHAPES)], index) for i, cell in enumerate(CELLS)}
     forced = list(forced_kernels(gpu))
     jobs = list(dict.fromkeys([*chosen.values(), *forced]))
-    compiled = compile_many([(render_kernel(spec, config), gpu.target) for spec, config in jobs])
+    compiled = compile_many([(render_kernel(*job), compile_target(job[1], gpu.target)) for job in jobs])
     for (spec, config), kernel in zip(jobs, compiled, strict=True):
         assert not isinstance(kernel, CompileError), f"{spec.slug()} {config.slug()}: {kernel}"
         plan.loaded_kernel(spec, config, index, kernel)

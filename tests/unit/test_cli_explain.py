@@ -172,11 +172,15 @@ def test_list_gpus() -> None:
 
 
 def test_list_kernels() -> None:
-    (row,) = json.loads(run("list", "kernels", "--kind", "fwd", "--json").stdout)
+    row, hopper = json.loads(run("list", "kernels", "--kind", "fwd", "--json").stdout)
+    assert (hopper["kind"], hopper["family"], hopper["targets"]) == ("fwd", "sm90", ["sm_90a"])
+    assert (hopper["alignments"], hopper["head_dims"], hopper["softmaxes"]) == ([16], [8, 256], ["online"])
+    assert hopper["templates"] == list(manifest("fwd", "sm90"))
     assert (row["kind"], row["family"], row["template_hash"]) == ("fwd", "sm80", template_hash("fwd", "sm80"))
     assert row["templates"] == list(manifest("fwd", "sm80"))
     assert "legal_configs" not in row
-    (row,) = json.loads(run("list", "kernels", "--kind", "fwd", "--gpu", "rtx-3090", "--json").stdout)
+    row, hopper = json.loads(run("list", "kernels", "--kind", "fwd", "--gpu", "rtx-3090", "--json").stdout)
+    assert set(hopper["legal_configs"].values()) == {0}
     for head_dim, count in row["legal_configs"].items():
         assert count == len(legal_space(KernelSpec(head_dim=int(head_dim)), get_gpu("rtx-3090")).configs) > 0
     text = run("list", "kernels", "--gpu", "rtx-3090").stdout

@@ -15,7 +15,7 @@ from click.testing import CliRunner, Result
 
 from fa2gen import driver
 from fa2gen.cli import main
-from fa2gen.constraints import default_config
+from fa2gen.constraints import default_config, default_config_of
 from fa2gen.driver import DeviceInfo
 from fa2gen.hardware import get_gpu
 from fa2gen.problem import Problem
@@ -122,6 +122,12 @@ def test_a_dry_run_names_what_comes_first(tmp_path, monkeypatch):
     arguments = (*ONE, "h200", "--buckets", "512", "--dry-run")
     form = json.loads(run(*arguments, "--json").stdout)
     assert (form["kind"], form["devices"]) == ("measured", [0, 1])
+    planned, hopper = form["requests"]
+    assert (planned["family"], hopper["family"], hopper["incumbent"]) == ("sm80", "sm90", None)
+    assert hopper["default"] == default_config_of(SPEC, "sm90").canonical()
+    assert [config["family"] for config in hopper["model_favourites"]] == 3 * ["sm90"]
+    form, both = json.loads(run(*arguments, "--family", "sm80", "--json").stdout), form
+    assert both["kernels_to_compile"] == form["kernels_to_compile"] + 31
     (planned,) = form["requests"]
     space = legal_space(SPEC, H200)
     assert (planned["legal_configs"], planned["excluded_configs"]) == (len(space.configs), len(space.excluded))
@@ -131,7 +137,7 @@ def test_a_dry_run_names_what_comes_first(tmp_path, monkeypatch):
     assert len(planned["relatives"]) >= 3
     assert len(planned["model_favourites"]) == 3
     assert form["kernels_to_compile"] == 32
-    text = run(*arguments).stdout
+    text = run(*arguments, "--family", "sm80").stdout
     marks = [line.split()[0] for line in text.splitlines() if line.startswith("  ")]
     assert marks == ["default", "incumbent", *["relative"] * len(planned["relatives"]), "model", "model", "model"]
     assert "measured on device 0, 1" in text

@@ -167,10 +167,10 @@ def test_text_is_narrow_and_the_document_complete(gpu: str, causal: bool) -> Non
         assert max(map(len, text.splitlines())) <= WIDTH
         assert "Launches, in a row" in text
         assert "10 x head dim x" in text
-        assert form["prediction"]["model_version"] == model_version("bwd")
-        assert form["prediction"]["validity"] == validity(get_gpu(gpu), "bwd")
+        assert form["prediction"]["model_version"] == model_version("bwd", "sm80")
+        assert form["prediction"]["validity"] == validity(get_gpu(gpu), "bwd", "sm80")
         assert sum(form["space"][name] for name in ("legal", "excluded")) == len(
-            GRIDS["bwd"].configs(spec.gqa_ratio > 1)
+            GRIDS["bwd"]["sm80"].configs(spec.gqa_ratio > 1)
         )
         json.dumps(form, allow_nan=False)
 

@@ -124,7 +124,7 @@ def _try(number: int, kind: str, folder: Path, trials: int) -> None:
     home = _home(kind, folder, number)
     for step in range(trials):
         trial = home.study.ask(
-            {"num_warps": optuna.distributions.CategoricalDistribution(GRIDS["fwd"].values["num_warps"])}
+            {"num_warps": optuna.distributions.CategoricalDistribution(GRIDS["fwd"]["sm80"].values["num_warps"])}
         )
         home.begin(trial)
         trial.set_user_attr("mine", f"{number}/{step}")
@@ -222,7 +222,7 @@ def test_bl_161_the_tuner_backs_up_a_damaged_table_and_keeps_whole_entries(tmp_p
 def test_bl_161_a_table_of_a_newer_version_is_ignored_and_never_replaced(tmp_path: Path) -> None:
     path = table_path(tmp_path, GPU.name, "fwd")
     path.parent.mkdir()
-    path.write_text(_table_text().replace('"schema": 2', '"schema": 3'))
+    path.write_text(_table_text().replace('"schema": 2', '"schema": 4'))
     with pytest.warns(RuntimeWarning, match="install a newer fa2gen") as caught:
         matches = [lookup(SPEC, BUCKET, GPU, roots=[tmp_path]) for _ in range(3)]
     assert len(caught) == 1

@@ -42,7 +42,9 @@ def rooms():
 
 
 def run(rooms, tmp_path, **options):
-    return tune([REQUEST], H200, out=tmp_path / "tables", tools=rooms.tools(), **{"trials": 6, **options})
+    return tune(
+        [REQUEST], H200, out=tmp_path / "tables", tools=rooms.tools(), **{"trials": 6, "families": ("sm80",), **options}
+    )
 
 
 def open_study():

@@ -18,7 +18,7 @@ LAYERS: tuple[tuple[str, ...] | frozenset[str], ...] = (
     ("tiles", "constraints_backward", "constraints_sm90", "constraints", "tables"),
     ("codegen", "launch", "compile", "emulator", "driver", "reference", "gate"),
     frozenset({"tuning", "runtime"}),
-    ("compat", "emit_example", "emit", "explain_smem", "explain", "bench", "report"),
+    ("compat", "emit_example", "emit_manifest", "emit", "explain_smem", "explain", "bench", "report"),
     ("commands", "cli", "__main__"),
 )
 # Cheap modules that the package itself offers as attributes, on demand.

@@ -15,7 +15,7 @@ from fa2gen.compile import nvcc as nvcc_module
 from fa2gen.compile.entry import checksum
 from fa2gen.compile.invoke import run_nvcc
 from fa2gen.compile.nvcc import find_nvcc, identify_nvcc, key_flags, nvcc_command, nvcc_options
-from fa2gen.compile.ptxas import ResourceUsage, parse_ptxas, performance_remarks
+from fa2gen.compile.ptxas import ResourceUsage, parse_ptxas, performance_remarks, require_asynchronous
 from fa2gen.errors import CompileError, ToolchainError
 
 VERSION = """nvcc: NVIDIA (R) Cuda compiler driver
@@ -275,3 +275,32 @@ def test_remarks_about_lost_speed() -> None:
     )
     assert performance_remarks(LOG) == ()
     assert performance_remarks(f"{LOG}{serialized}\n{serialized}\n") == (serialized,)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "ptxas info    : (C7511) Potential Performance Loss: wgmma.mma_async instructions are serialized due to "
+        "insufficient register resources for the function 'kernel_a'",
+        "ptxas warning : (C7508) Potential Performance Loss: 'setmaxnreg' ignored to maintain minimum register "
+        "requirements.",
+        "ptxas info    : setmaxnreg ignored; unable to determine register count at entry",
+    ],
+)
+def test_a_kernel_that_ptxas_gave_up_on_is_refused(line: str) -> None:
+    with pytest.raises(CompileError, match="gave up on kernel_a as it is written: ptxas") as caught:
+        require_asynchronous(f"{LOG}{line}\n", "kernel_a")
+    assert line in str(caught.value)
+    assert line in caught.value.full_text
+
+
+def test_a_fence_that_ptxas_put_in_is_fine() -> None:
+    line = (
+        "ptxas info    : (C7519) warpgroup.arrive is injected in around line 1696 by compiler to allow use of "
+        "registers in GMMA in function 'kernel_a'"
+    )
+    require_asynchronous(f"{LOG}{line}\n", "kernel_a")
+
+
+def test_the_suffix_of_a_target_is_nvcc_s() -> None:
+    assert nvcc_options("sm_90a")[-2:] == ["-arch", "sm_90a"]

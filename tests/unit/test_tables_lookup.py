@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from fa2gen.constraints import default_config, infeasible_reason
-from fa2gen.errors import TableError
+from fa2gen.constraints import default_config, default_config_on, infeasible_reason
+from fa2gen.errors import TableError, UnsupportedError
 from fa2gen.hardware import get_gpu, list_gpus
 from fa2gen.problem import Problem
 from fa2gen.spec import KernelSpec
-from fa2gen.tables import lookup, save_entries
+from fa2gen.tables import Regate, lookup, save_entries
 from tests.tuning_fakes import PROBLEM, entry
 
 GPU = get_gpu("a100")
@@ -143,7 +143,7 @@ def test_the_default_is_legal_on_every_gpu_for_every_head_dim(tmp_path):
             spec = KernelSpec(head_dim=head_dim, alignment=16 if head_dim % 8 == 0 else 2)
             match = lookup(spec, BUCKET, gpu, roots=[tmp_path])
             assert match.source == "default"
-            assert match.config == default_config(spec)
+            assert match.config == default_config_on(spec, gpu.arch)
             assert infeasible_reason(spec, match.config, gpu.arch) is None
 
 
@@ -194,3 +194,106 @@ def test_a_damaged_table_does_not_stop_a_lookup(tmp_path):
     (tmp_path / "a100" / "fwd.json").write_text("{")
     with pytest.warns(RuntimeWarning, match="ignoring"):
         assert lookup(SPEC, BUCKET, GPU, roots=[tmp_path]).source == "default"
+
+
+# ---- Families
+
+H200 = get_gpu("h200")
+
+
+def both(spec=SPEC, problem=PROBLEM, *, sm80=2.0, sm90=1.0, kind="measured", **options):
+    """An H200's entries of both families for the same calls; the times say which is faster."""
+    options = {"sms": H200.num_sms, "kind": kind, **options}
+    return [
+        entry(spec, problem, ms=sm80, **options),
+        entry(spec, problem, ms=sm90, family="sm90", scheduler="dynamic", **options),
+    ]
+
+
+@pytest.fixture
+def find_hopper(tmp_path):
+    def find_hopper(rows, spec=SPEC, **options):
+        if rows:
+            save_entries(H200, rows, root=tmp_path)
+        return lookup(spec, PROBLEM.bucket(H200.num_sms), H200, roots=[tmp_path], **options)
+
+    return find_hopper
+
+
+def test_the_faster_family_wins(find_hopper):
+    rows = both()
+    match = find_hopper(rows)
+    assert (match.source, match.entry, match.stale) == ("exact", rows[1], False)
+    slower = both(sm80=0.5, utc="2026-02-01T00:00:00Z")
+    assert find_hopper(slower).entry == slower[0]
+
+
+@pytest.mark.parametrize("wanted", ["sm80", "sm90"])
+def test_only_the_families_asked_for(find_hopper, wanted):
+    assert find_hopper(both(), families=(wanted,)).config.family == wanted
+    assert find_hopper([], KernelSpec(causal=True), families=(wanted,)).config.family == wanted
+    assert find_hopper([], families=["sm80", "sm90"]).config.family == "sm90"
+
+
+def test_a_family_that_cannot_serve_the_call_makes_way(find_hopper):
+    unaligned = find_hopper(both(), KernelSpec(alignment=2))
+    assert (unaligned.source, unaligned.config.family) == ("alignment", "sm80")
+    with pytest.raises(UnsupportedError, match=r"sm90 does not serve .* sm80 does"):
+        find_hopper([], KernelSpec(alignment=2), families=("sm90",))
+
+
+def test_what_is_relaxed_counts_before_the_family(find_hopper):
+    """As ever an exact entry comes before one of another size, which may be of a faster family."""
+    near = both(problem=NEAR)[1]
+    assert find_hopper([both()[0], near]).config.family == "sm80"
+    assert find_hopper([], KernelSpec(dtype="fp16")).config.family == "sm80"
+    far = both(KernelSpec(head_dim=64), NEAR)
+    match = find_hopper(far, KernelSpec(head_dim=64))
+    assert (match.source, match.entry) == ("nearest bucket", far[1])
+
+
+def test_a_measured_family_comes_before_a_predicted_one(find_hopper):
+    rows = [both()[0], both(kind="predicted")[1]]
+    assert find_hopper(rows).entry == rows[0]
+
+
+def test_a_stale_family_leaves_its_calls_to_the_other(find_hopper):
+    today = {"sm80": "t", "sm90": "edited"}
+    match = find_hopper(both(), template_hash=lambda kind, family: today[family])
+    assert (match.config.family, match.stale, match.gated) == ("sm80", True, False)
+    # The slower one's staleness is nobody's business.
+    today = {"sm80": "edited", "sm90": "t"}
+    match = find_hopper([], template_hash=lambda kind, family: today[family])
+    assert (match.config.family, match.stale) == ("sm90", False)
+
+
+def test_a_gated_entry_of_the_faster_family_is_used(find_hopper):
+    slow, fast = both()
+    gated = replace(fast, provenance=replace(fast.provenance, regate=Regate("new", "passed", "2026-02-01T00:00:00Z")))
+    match = find_hopper([slow, gated], template_hash=lambda kind, family: {"sm80": "t", "sm90": "new"}[family])
+    assert (match.config.family, match.stale, match.gated) == ("sm90", True, True)
+
+
+def test_the_user_s_families_come_before_the_package_s(tmp_path):
+    """Times of two tables are of two machines: only those of one decide between families."""
+    user, package, bucket = tmp_path / "user", tmp_path / "package", PROBLEM.bucket(H200.num_sms)
+    save_entries(H200, both(sm80=3.0, sm90=2.5), root=user)
+    save_entries(H200, both(sm80=1.0, sm90=2.0), root=package)
+    assert lookup(SPEC, bucket, H200, roots=[user, package]).config.family == "sm90"
+    assert lookup(SPEC, bucket, H200, roots=[package, user]).config.family == "sm80"
+
+
+def test_every_entry_is_reachable_by_its_family(find_hopper):
+    rows = both() + both(KernelSpec(causal=True), sm80=1.0, sm90=1.5)
+    find_hopper(rows)
+    for row in rows:
+        match = find_hopper([], row.spec, families=(row.config.family,), strict=True)
+        assert (match.source, match.entry) == ("exact", row)
+
+
+def test_the_last_resort_on_hopper_is_its_own_family(find_hopper):
+    assert find_hopper([]).config == default_config_on(SPEC, H200.arch)
+    assert find_hopper([]).config.family == "sm90"
+    assert find_hopper([], KernelSpec(head_dim=59, alignment=2)).config == default_config(
+        KernelSpec(head_dim=59, alignment=2)
+    )

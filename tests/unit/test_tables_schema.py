@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from fa2gen.errors import ArgumentError, TableError
 from fa2gen.spec import BwdConfig, FwdConfig, KernelSpec
-from fa2gen.tables import SCHEMA_VERSION, Clocks, Incumbent, Regate, parse_table, render_table
+from fa2gen.tables import SCHEMA_VERSION, Clocks, Incumbent, Regate, Table, package_dir, parse_table, render_table
 from fa2gen.tables.document import MIGRATIONS
 from tests.tuning_fakes import entry, table
 
@@ -51,7 +52,7 @@ def test_other_json_is_refused(junk):
 
 def test_a_newer_schema_says_so():
     with pytest.raises(TableError, match="install a newer fa2gen"):
-        parse_table(text().replace('"schema": 2', '"schema": 3'), "f")
+        parse_table(text().replace('"schema": 2', '"schema": 4'), "f")
 
 
 def test_another_device_or_kind_is_refused():
@@ -282,11 +283,31 @@ def test_a_table_of_version_1_is_migrated():
     assert len(migrated.entries) == 3
     assert all(row.measurement.clocks is None for row in migrated.entries)
     assert all(row.provenance.incumbent is None and row.provenance.regate is None for row in migrated.entries)
-    # Written again, it differs by the version alone.
+    # Written again, it differs by the version alone: the oldest that has all of it.
     new = json.loads(render_table(migrated))
-    assert new == {**old, "schema": SCHEMA_VERSION}
+    assert new == {**old, "schema": 2}
     assert parse_table(render_table(migrated), "f") == migrated
 
 
 def test_every_older_version_has_a_migration():
     assert sorted(MIGRATIONS) == list(range(1, SCHEMA_VERSION))
+
+
+def test_a_table_of_two_families():
+    """Version 3 where it needs to be; each family has an entry of its own, and an incumbent is of the same one."""
+    old, new = entry(sms=132, ms=2.0), entry(sms=132, family="sm90")
+    written = render_table(Table("h200", "sm_90", "fwd", (new, old)))
+    assert json.loads(written)["schema"] == 3
+    assert parse_table(written, "f").entries == (old, new)
+    assert json.loads(render_table(Table("h200", "sm_90", "fwd", (old,))))["schema"] == 2
+    with pytest.raises(TableError, match=r"entry 1 repeats .* sm90"):
+        parse_table(render_table(Table("h200", "sm_90", "fwd", (new, new))), "f")
+    with pytest.raises(ArgumentError, match="incumbent of a config of family sm90"):
+        replace(new, provenance=replace(new.provenance, incumbent=Incumbent(old.config, 1.0)))
+
+
+def test_shipped_tables_are_written_as_they_are():
+    """Those of the first families stay of version 2, which older fa2gens read."""
+    for path in package_dir().glob("*/*.json"):
+        text = path.read_text()
+        assert render_table(parse_table(text, str(path))) == text

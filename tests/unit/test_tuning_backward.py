@@ -37,7 +37,7 @@ EACH_ARCH = tuple({gpu.compute_capability: gpu for gpu in list_gpus()}.values())
 DEVICE = DeviceInfo(0, "NVIDIA H200", (9, 0), 132, 60 << 20, 141 << 30, 232448, 1980.0, (13, 0), "580.95")
 SPEC, ORDERED = KernelSpec("bwd", head_dim=64), KernelSpec("bwd", head_dim=64, deterministic=True)
 GROUPED = KernelSpec("bwd", head_dim=64, gqa_ratio=8)
-GRID = GRIDS["bwd"]
+GRID = GRIDS["bwd"]["sm80"]
 KERNELS = kernels_of("bwd")
 
 
@@ -215,7 +215,7 @@ def test_a_predicted_session_says_which_model(tmp_path):
     rooms = FakeRooms()
     run(rooms, tmp_path, gpu="a100", trials=4)
     (row,) = saved(tmp_path, "a100")
-    assert row.provenance.model_version == model_version("bwd") != model_version("fwd")
+    assert row.provenance.model_version == model_version("bwd", "sm80") != model_version("fwd", "sm80")
     assert row.measurement.kind == "predicted"
     assert rooms.proved == [(SPEC, default_config(SPEC)), (SPEC, row.config)]
 

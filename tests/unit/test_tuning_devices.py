@@ -37,7 +37,9 @@ def two():
 
 
 def run(rooms, tmp_path, requests=REQUESTS, **options):
-    return tune(requests, H200, out=tmp_path / "tables", tools=rooms.tools(), **{"trials": 2, **options})
+    return tune(
+        requests, H200, out=tmp_path / "tables", tools=rooms.tools(), **{"trials": 2, "families": ("sm80",), **options}
+    )
 
 
 def saved(tmp_path):
@@ -46,7 +48,7 @@ def saved(tmp_path):
 
 
 def keys(requests=REQUESTS):
-    return {(request.spec, request.problem.bucket(132)) for request in requests}
+    return {(request.spec, request.problem.bucket(132), "sm80") for request in requests}
 
 
 def gone(*_, **__):
@@ -111,7 +113,7 @@ def test_a_device_of_another_product_is_refused(two, tmp_path):
     tools = dataclasses.replace(two.tools(), devices=lambda: [DEVICE, other])
     with pytest.raises(ArgumentError, match=r"device 1 is the NVIDIA A100.*not the H200"):
         tune(REQUESTS, H200, out=tmp_path, tools=tools, devices=[1])
-    assert tune(REQUESTS[:1], H200, out=tmp_path, tools=tools, trials=0).devices == (0,)
+    assert tune(REQUESTS[:1], H200, out=tmp_path, tools=tools, trials=0, families=("sm80",)).devices == (0,)
 
 
 def test_a_lost_device_leaves_its_request_to_the_other(two, tmp_path):

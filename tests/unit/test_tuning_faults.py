@@ -42,7 +42,13 @@ def own_state(monkeypatch, tmp_path):
 
 
 def run(rooms, tmp_path, requests=(REQUEST,), **options):
-    return tune(list(requests), H200, out=tmp_path / "tables", tools=rooms.tools(), **{"trials": 8, **options})
+    return tune(
+        list(requests),
+        H200,
+        out=tmp_path / "tables",
+        tools=rooms.tools(),
+        **{"trials": 8, "families": ("sm80",), **options},
+    )
 
 
 def rows(tmp_path):
@@ -194,7 +200,7 @@ def test_times_of_another_problem_of_the_bucket_do_not_count(tmp_path):
     run(rooms, tmp_path, [short], trials=10)
     rooms.milliseconds = lambda config: 2.0 if config.num_stages == 2 else 2.2
     rooms.worker.measured.clear()
-    report = tune([REQUEST], H200, out=tmp_path / "elsewhere", tools=rooms.tools(), trials=10)
+    report = tune([REQUEST], H200, out=tmp_path / "elsewhere", tools=rooms.tools(), trials=10, families=("sm80",))
     assert len(rooms.worker.measured) == 11, "it has trials of its own"
     assert report.entries[0].measurement.ms == 2.0
     assert report.entries[0].measurement.problem == REQUEST.problem
@@ -321,7 +327,7 @@ def test_a_compiler_that_fails_in_a_proof_costs_that_config_alone(tmp_path):
         return "passed"
 
     object.__setattr__(tools, "prove", prove)
-    report = tune([REQUEST], H200, out=tmp_path / "tables", tools=tools, measured=False, trials=8)
+    report = tune([REQUEST], H200, out=tmp_path / "tables", tools=tools, measured=False, trials=8, families=("sm80",))
     assert [(f.config, f.outcome) for f in report.failures] == [(broken[0], "compile_failed")]
     assert report.entries[0].config not in broken
 
@@ -336,7 +342,9 @@ def test_the_compilers_words_are_reported_once(measured, tmp_path):
             on_done(index, CompileError("nvcc 13.0.88 failed: fatal : boom", "nvcc: line 1\nfatal : boom\n"))
 
     object.__setattr__(tools, "compile_many", compile_many)
-    report = tune([REQUEST], H200, out=tmp_path / "tables", tools=tools, measured=measured, trials=2)
+    report = tune(
+        [REQUEST], H200, out=tmp_path / "tables", tools=tools, measured=measured, trials=2, families=("sm80",)
+    )
     assert {failure.reason for failure in report.failures} == {"nvcc 13.0.88 failed: fatal : boom\nnvcc: line 1"}
 
 

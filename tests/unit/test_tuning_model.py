@@ -28,7 +28,7 @@ A100, H200 = get_gpu("a100"), get_gpu("h200")
 EACH_ARCH = tuple({gpu.compute_capability: gpu for gpu in list_gpus()}.values())
 GOOD = FwdConfig(softmax="guarded")
 SPEC = KernelSpec()
-GRID = GRIDS["fwd"]
+GRID = GRIDS["fwd"]["sm80"]
 
 
 def problem(spec, seqlen, tokens=16384):

@@ -38,6 +38,7 @@ def h200():
 
 
 def run(rooms, tmp_path, requests=None, gpu="h200", **options):
+    options = {"families": ("sm80",), **options}
     return tune(requests or [request_for()], get_gpu(gpu), out=tmp_path / "tables", tools=rooms.tools(), **options)
 
 

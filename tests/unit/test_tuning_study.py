@@ -156,16 +156,19 @@ def test_another_grid_is_another_study(monkeypatch):
     # Optuna refuses a study whose parameters had other values.
     arguments = ("a100", SPEC, BUCKET, "sm80", "t", "s", "measured")
     before = study_name(*arguments)
-    grid = GRIDS[SPEC.kind]
-    monkeypatch.setitem(GRIDS, SPEC.kind, replace(grid, values={**grid.values, "num_warps": (4,)}))
+    grid = GRIDS[SPEC.kind]["sm80"]
+    monkeypatch.setitem(GRIDS[SPEC.kind], "sm80", replace(grid, values={**grid.values, "num_warps": (4,)}))
     assert study_name(*arguments) != before
+
+
+OTHERS = {"spec": KernelSpec(causal=True), "bucket": PROBLEM.bucket(10**6), "family": "sm90"}
 
 
 @pytest.mark.parametrize("change", ["gpu", "spec", "bucket", "family", "template", "space", "objective"])
 def test_a_study_belongs_to_everything_that_makes_times_comparable(change):
     base = {"gpu": "a100", "spec": SPEC, "bucket": BUCKET, "family": "sm80", "template": "t", "space": "s"}
     base["objective"] = "measured"
-    other = {**base, change: {"spec": KernelSpec(causal=True), "bucket": PROBLEM.bucket(10**6)}.get(change, "other")}
+    other = {**base, change: OTHERS.get(change, "other")}
     assert study_name(*base.values()) != study_name(*other.values())
 
 

@@ -48,7 +48,9 @@ def hold(root, config=OLD, template="old templates", **options):
 
 
 def run(rooms, tmp_path, **options):
-    return tune([REQUEST], H200, out=tmp_path / "tables", tools=rooms.tools(), **{"trials": 4, **options})
+    return tune(
+        [REQUEST], H200, out=tmp_path / "tables", tools=rooms.tools(), **{"trials": 4, "families": ("sm80",), **options}
+    )
 
 
 def in_table(tmp_path):
@@ -71,22 +73,22 @@ def test_ranking():
 
 def test_the_incumbent_comes_from_the_nearest_table(tmp_path):
     first, second = tmp_path / "user", tmp_path / "package"
-    assert find_incumbent(SPEC, BUCKET, H200, [first, second]) is None
+    assert find_incumbent(SPEC, BUCKET, "sm80", H200, [first, second]) is None
     hold(second, OTHER)
-    assert find_incumbent(SPEC, BUCKET, H200, [first, second]) == OTHER
+    assert find_incumbent(SPEC, BUCKET, "sm80", H200, [first, second]) == OTHER
     hold(first, OLD, kind="predicted")
     # As in a lookup: a prediction hides no time.
-    assert find_incumbent(SPEC, BUCKET, H200, [first, second]) == OTHER
-    assert find_incumbent(SPEC, BUCKET, H200, [first]) == OLD
+    assert find_incumbent(SPEC, BUCKET, "sm80", H200, [first, second]) == OTHER
+    assert find_incumbent(SPEC, BUCKET, "sm80", H200, [first]) == OLD
     hold(first, OLD)
-    assert find_incumbent(SPEC, BUCKET, H200, [first, second]) == OLD
-    assert find_incumbent(KernelSpec(causal=True), BUCKET, H200, [first, second]) is None
-    assert find_incumbent(SPEC, request_for(seqlen=512).problem.bucket(132), H200, [first, second]) is None
+    assert find_incumbent(SPEC, BUCKET, "sm80", H200, [first, second]) == OLD
+    assert find_incumbent(KernelSpec(causal=True), BUCKET, "sm80", H200, [first, second]) is None
+    assert find_incumbent(SPEC, request_for(seqlen=512).problem.bucket(132), "sm80", H200, [first, second]) is None
 
 
 def test_an_incumbent_that_is_not_legal_any_more_is_none(tmp_path):
     hold(tmp_path, FwdConfig(block_m=256, block_n=256, num_warps=8, num_stages=3))
-    assert find_incumbent(SPEC, BUCKET, H200, [tmp_path]) is None
+    assert find_incumbent(SPEC, BUCKET, "sm80", H200, [tmp_path]) is None
 
 
 def put(root, config, spec=SPEC, seqlen=4096, kind="measured", ms=1.5):
@@ -97,7 +99,7 @@ def put(root, config, spec=SPEC, seqlen=4096, kind="measured", ms=1.5):
 
 def test_relatives_are_the_nearest_winners_made_legal(tmp_path):
     def relatives(spec=SPEC, count=6):
-        return find_relatives(spec, BUCKET, H200, [tmp_path], count)
+        return find_relatives(spec, BUCKET, "sm80", H200, [tmp_path], count)
 
     a, b, c, d = (dataclasses.replace(OTHER, step_n=step, min_blocks=blocks) for blocks in (1, 2) for step in (32, 64))
     e = dataclasses.replace(OLD, proof="block")

@@ -1,0 +1,182 @@
+"""Predicted time of the sm90 family's forward.
+
+The unit of account is one key tile of a block: ``block_n`` keys against the query rows of all its consumer warpgroups.
+Tensor cores multiply for one warpgroup at a time; each scheduler does the softmax of one warp of each. With overlap and
+turns the two run side by side, and the slower one sets the pace; what is lost besides, a sharpness of that maximum for
+each way to order the products says. A single warpgroup has nobody to run under: what its products do not overlap adds
+up. A query tile adds its edges, the first products and softmax and the last product without anything beside them, Q's
+way in and the output's way out, which a second Q tile or a store from registers takes out of the way. The blocks of the
+persistent grid have so many query tiles each.
+
+Rates are those of an H200: tensor 4096 FLOPs a clock and SM (the ceilings of one, two and three warpgroups that issue
+at a time are in ``_TENSOR_SHARE``), exp2 16 a clock and SM. The other constants are fitted to 60 times of an H200: 20
+configs of head dims 64, 128 and 256, full and causal, each at 1k, 4k and 8k queries and keys, bf16, 16k tokens, hidden
+2048. They are met to 2.8 % (root mean square; at most 9 %), and configs that differ by more than 3 % come in their
+order or are level to 1 %: ``tests/unit/test_tuning_model_sm90.py`` holds this. Other head dims, turns without overlap
+and other numbers of stages are not among them: what is said of those is the model's word alone.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from fa2gen.constraints_sm90 import consumer_registers, estimate_registers, output_columns, smem_plan
+from fa2gen.hardware import Gpu
+from fa2gen.problem import Problem
+from fa2gen.roofline import tile_work
+from fa2gen.spec import FwdSm90Config, KernelSpec
+
+from .prediction import Facts, Prediction, soft_max
+from .waves import Counts, grid_clocks
+
+MODEL_VERSION = "sm90-fwd-1"
+
+# FLOPs a clock and SM of wgmma; the share of it that so many warpgroups reach (H200: 767, 917 and 889 TFLOP/s).
+_TENSOR_FLOPS, _TENSOR_SHARE = 4096.0, {1: 0.84, 2: 1.0, 3: 0.97}
+# Issues of a scheduler for a score: FMNMX at half rate, FFMA, exp2, FADD, half a pack at half rate.
+_SCORE_ISSUES = 5.3
+# Clocks of a scheduler for an exp2 of a warp.
+_MUFU_CLOCKS = 8.0
+# How sharply the slower of tensor cores and softmax bounds a key tile: overlap and turns, either, neither.
+_SHARPNESS = {2: 2.02, 1: 1.51, 0: 1.36}
+# Clocks of a key tile besides: waiting for mbarriers and turns.
+_TILE = 218.0
+# Gaps between dependent instructions with one warp on a scheduler, as a share of its softmax; more warps fill them, to
+# this power of their number.
+_GAP, _GAP_SHARE = 0.65, 1.78
+# P through shared memory, clocks of a key tile: fence and barrier. Issues of a store, of 4 scores of a lane.
+_SHARED_P, _SHARED_P_ISSUES = 196.0, 2.0
+# A masked key tile, for each score of a lane.
+_MASK_ISSUES = 0.23
+# Latency of a tile's load from L2 under load, clocks.
+_LOAD_LATENCY = 1000.0
+# Edges of a query tile, clocks: fixed, and for 128 rows of 128 columns; what one Q tile adds (the next one is awaited);
+# and with it a store through Q's place, for as many rows and columns; a store from registers, likewise.
+_EDGE, _EDGE_SIZE, _ONE_Q, _STORE_WAIT, _DIRECT = 435.0, 780.0, 136.0, 1505.0, 205.0
+# Clocks of a query tile to draw the next one.
+_DRAW = 50.0
+# What is left over at the end of a causal grid, in mean query tiles: drawn, and dealt out.
+_REST = {"dynamic": 1.12, "static": 1.81}
+# Share of the maximum clock that the power limit leaves (profiler: 1.6 to 1.78 of 1.98 GHz).
+_SUSTAINED_CLOCK = 0.824
+# Launch and drain of a grid, milliseconds.
+_LAUNCH_MS = 0.0045
+# Bytes a clock and SM of L2's reads by TMA (profiler: 37 % of the peak at 5 TB/s), and how sharply it and HBM bound.
+_L2_BYTES, _MEMORY_SHARPNESS = 58.0, 6.0
+# Registers beyond the lower estimate of constraints.py that consumers want for a schedule without stalls, of two and
+# three; slowdown for each that is missing. (H200, head dim 128, 4k and 8k keys, an earlier kernel of this structure:
+# tiles of 176 keys 3 to 8 % behind those of 128.) And for each that is spilled: such a kernel is no candidate.
+_SCHEDULE_REGISTERS, _PRESSURE, _SPILL_PRESSURE = {1: 0, 2: 28, 3: 8}, 0.005, 0.1
+
+
+def estimate_facts(spec: KernelSpec, config: FwdSm90Config) -> Facts:
+    """Facts before compiling: ptxas reports the launch's share of the registers, whatever the consumers have."""
+    share = {1: min(255, estimate_registers(spec, config)), 2: 168, 3: 128}[config.warpgroups]
+    missing = max(0, estimate_registers(spec, config) - consumer_registers(config))
+    return Facts(share, 8 * missing, smem_plan(spec, config).total)
+
+
+def predict(spec: KernelSpec, config: FwdSm90Config, problem: Problem, gpu: Gpu, facts: Facts) -> Prediction:
+    """Kernel time of a config on a problem."""
+    if facts.smem_bytes > gpu.arch.max_smem_per_block:
+        return Prediction(math.inf, 0)
+    work = tile_work(spec, config, problem)
+    query_tiles = work.heads * work.blocks
+    if query_tiles == 0:
+        return Prediction(_LAUNCH_MS, 1)
+    tile = _key_tile(spec, config)
+    edge = _edge_clocks(spec, config, tile)
+    pressure = _pressure(spec, config, facts)
+
+    def block_clocks(together: int, tiles: float, masked: float) -> float:
+        """SM time of a query tile; ``together`` is 1 throughout."""
+        return (tiles * tile.clocks + masked * tile.mask + edge) * pressure
+
+    counts = Counts(work.tiles / work.blocks, _masked_tiles(spec, config, problem), _longest(config, problem))
+    rest = _REST[config.scheduler] if spec.causal else None
+    clocks = grid_clocks(block_clocks, counts, query_tiles, 1, gpu.num_sms, rest)
+    per_ms = 1e6 * gpu.boost_ghz * _SUSTAINED_CLOCK
+    tiles_sm = work.heads * work.tiles / gpu.num_sms
+    shares = {
+        "issue": tiles_sm * config.warpgroups * tile.issue / per_ms,
+        "tensor": tiles_sm * config.warpgroups * tile.tensor / per_ms,
+        "mufu": tiles_sm * config.warpgroups * tile.mufu / per_ms,
+        "l2": tiles_sm * config.block_n * spec.head_dim * 4 / _L2_BYTES / per_ms,
+        "hbm": problem.min_bytes(spec) / (0.9e6 * gpu.hbm_gbs),
+    }
+    bounds = (clocks / per_ms, shares["l2"], shares["hbm"])
+    return Prediction(_LAUNCH_MS + soft_max(*bounds, sharpness=_MEMORY_SHARPNESS), 1, shares)
+
+
+@dataclass(frozen=True)
+class _KeyTile:
+    """Clocks of one key tile.
+
+    Attributes:
+        tensor, issue, mufu: Of one warpgroup: tensor cores at their full rate; issues and exp2 of a scheduler.
+        softmax: Of one warpgroup.
+        qk, pv: Products of one warpgroup at the rate that so many reach.
+        clocks: Of the block.
+        mask: What a mask adds.
+    """
+
+    tensor: float
+    issue: float
+    mufu: float
+    softmax: float
+    qk: float
+    pv: float
+    clocks: float
+    mask: float
+
+
+def _key_tile(spec: KernelSpec, config: FwdSm90Config) -> _KeyTile:
+    groups, scores = config.warpgroups, config.block_n / 2  # scores of a lane
+    # The products' inner and outer widths are whole steps of 16, not panels.
+    product = 2 * 64 * config.block_n * output_columns(spec.head_dim) / _TENSOR_FLOPS
+    qk = pv = product / _TENSOR_SHARE[groups]
+    # The output is rescaled once a tile.
+    issue, mufu = _SCORE_ISSUES * scores + output_columns(spec.head_dim) / 2, _MUFU_CLOCKS * scores
+    if config.p_in_smem:
+        issue += _SHARED_P_ISSUES * scores / 4
+    softmax = soft_max(issue, mufu, sharpness=4.0) * (1 + _GAP / math.pow(groups, _GAP_SHARE))
+    softmax += _SHARED_P if config.p_in_smem else 0.0
+    # What one warpgroup cannot do side by side.
+    chain = qk + max(pv, softmax) if config.overlap else qk + pv + softmax
+    together = soft_max(groups * (qk + pv), groups * softmax, sharpness=_SHARPNESS[config.overlap + config.ping_pong])
+    clocks = max(chain, together) + _TILE
+    # K and V of a tile are awaited where those before take less time than a load.
+    clocks += max(0.0, _LOAD_LATENCY - (config.num_stages - 1) * clocks)
+    return _KeyTile(2 * product, issue, mufu, softmax, qk, pv, clocks, _MASK_ISSUES * scores * groups)
+
+
+def _pressure(spec: KernelSpec, config: FwdSm90Config, facts: Facts) -> float:
+    """Slowdown by missing registers."""
+    spare = consumer_registers(config) - estimate_registers(spec, config)
+    missing = max(0, _SCHEDULE_REGISTERS[config.warpgroups] - spare)
+    return 1 + _PRESSURE * missing + _SPILL_PRESSURE * facts.spill_bytes / 8
+
+
+def _edge_clocks(spec: KernelSpec, config: FwdSm90Config, tile: _KeyTile) -> float:
+    size = config.block_m * spec.head_dim / 16384
+    edge = _EDGE + _EDGE_SIZE * size
+    if config.overlap:
+        # The first scores have no product to run under.
+        edge += tile.softmax
+    if config.q_stages == 1:
+        edge += _ONE_Q
+        edge += _STORE_WAIT * size if config.epilogue == "tma" else 0.0
+    edge += _DIRECT * size if config.epilogue == "direct" else 0.0
+    return edge + (_DRAW if config.scheduler == "dynamic" else 0.0)
+
+
+def _masked_tiles(spec: KernelSpec, config: FwdSm90Config, problem: Problem) -> float:
+    """Of a mean query tile's key tiles, those that the diagonal or the end of the keys crosses."""
+    if spec.causal:
+        return min(math.ceil(problem.seqlen_k / config.block_n), (config.block_m + config.block_n) / config.block_n)
+    return 1.0 if problem.seqlen_k % config.block_n else 0.0
+
+
+def _longest(config: FwdSm90Config, problem: Problem) -> int:
+    return math.ceil(problem.seqlen_k / config.block_n)
