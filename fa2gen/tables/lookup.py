@@ -127,20 +127,20 @@ def lookup(
     candidates = list(_candidates(spec, bucket, gpu, store.search_dirs() if roots is None else roots, families))
     candidates.sort(key=lambda candidate: candidate.cost)
     found: list[tuple[_Candidate, Match]] = []
-    stale = False
+    lost: list[_Candidate] = []  # nearest entries of families that have stale ones only
     for family in FAMILIES[spec.kind]:
         mine = [candidate for candidate in candidates if candidate.config.family == family]
         best, passed_over = _nearest(mine, template_hash)
-        stale = stale or (passed_over and best is None)
-        if best is not None:
+        if best is None:
+            lost += mine[:1]
+        else:
             found.append((best, best.match(passed_over, template_hash)))
     exact = [each for each in found if each[1].source == "exact"]
     if found:
-        match = _between_families(exact if strict and exact else found)
-        # A family whose entries all are stale might have been the better one.
-        match = replace(match, stale=match.stale or stale)
+        best, match = _between_families(exact if strict and exact else found)
+        match = replace(match, stale=match.stale or any(each.flops_per_ms > best.flops_per_ms for each in lost))
     else:
-        match = Match(default_config_on(spec, gpu.arch, families), DEFAULT_SOURCE, 0.0, stale, None)
+        match = Match(default_config_on(spec, gpu.arch, families), DEFAULT_SOURCE, 0.0, bool(lost), None)
     if strict and match.source != "exact":
         raise TableError(
             f"FA2GEN_STRICT: no tuned entry for {spec.slug()} {bucket.label()} on {gpu.name}; the nearest is "
@@ -211,12 +211,12 @@ class _Candidate:
 _NEIGHBOURS = 2.5
 
 
-def _between_families(found: Sequence[tuple[_Candidate, Match]]) -> Match:
+def _between_families(found: Sequence[tuple[_Candidate, Match]]) -> tuple[_Candidate, Match]:
     """Of the families' answers, all of which can serve the call, the one to take (see :func:`lookup`)."""
     nearest = min(candidate.cost.bucket for candidate, _ in found)
     near = [each for each in found if each[0].cost.bucket <= nearest + _NEIGHBOURS]
     near = [each for each in near if is_measured(each[0].entry)] or near
-    return max(near, key=lambda each: each[0].flops_per_ms)[1]
+    return max(near, key=lambda each: each[0].flops_per_ms)
 
 
 def _nearest(candidates: Sequence[_Candidate], template_hash: TemplateHash | None) -> tuple[_Candidate | None, bool]:

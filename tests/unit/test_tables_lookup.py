@@ -212,10 +212,10 @@ def both(spec=SPEC, problem=PROBLEM, *, sm80=2.0, sm90=1.0, kind="measured", **o
 
 @pytest.fixture
 def find_hopper(tmp_path):
-    def find_hopper(rows, spec=SPEC, **options):
+    def find_hopper(rows, spec=SPEC, problem=PROBLEM, **options):
         if rows:
             save_entries(H200, rows, root=tmp_path)
-        return lookup(spec, PROBLEM.bucket(H200.num_sms), H200, roots=[tmp_path], **options)
+        return lookup(spec, problem.bucket(H200.num_sms), H200, roots=[tmp_path], **options)
 
     return find_hopper
 
@@ -242,14 +242,25 @@ def test_a_family_that_cannot_serve_the_call_makes_way(find_hopper):
         find_hopper([], KernelSpec(alignment=2), families=("sm90",))
 
 
-def test_what_is_relaxed_counts_before_the_family(find_hopper):
-    """As ever an exact entry comes before one of another size, which may be of a faster family."""
-    near = both(problem=NEAR)[1]
-    assert find_hopper([both()[0], near]).config.family == "sm80"
-    assert find_hopper([], KernelSpec(dtype="fp16")).config.family == "sm80"
-    far = both(KernelSpec(head_dim=64), NEAR)
-    match = find_hopper(far, KernelSpec(head_dim=64))
-    assert (match.source, match.entry) == ("nearest bucket", far[1])
+@pytest.mark.parametrize("is_faster", [True, False])
+@pytest.mark.parametrize("relaxed", ["bucket", "dtype", "gqa_ratio"])
+def test_families_are_compared_by_their_nearest_entries(find_hopper, relaxed, is_faster):
+    """One that is tuned for a neighbouring size, another dtype or head ratio may be faster than an exact one."""
+    spec = {"bucket": SPEC, "dtype": KernelSpec(dtype="fp16"), "gqa_ratio": KernelSpec(gqa_ratio=8)}[relaxed]
+    problem = {"bucket": NEAR, "gqa_ratio": Problem(4, 4096, 4096, 16, 2)}.get(relaxed, PROBLEM)
+    exact, near = both()[0], both(spec, problem, sm90=0.5 if is_faster else 90.0)[1]
+    match = find_hopper([exact, near])
+    assert match.entry == (near if is_faster else exact)
+    assert (match.source == "exact") != is_faster
+    # Strictly, what is exact is wanted.
+    assert find_hopper([], strict=True).entry == exact
+
+
+def test_far_sizes_tell_nothing_of_a_family(find_hopper):
+    """Operations a second of long sequences say nothing of single queries."""
+    one = Problem(8, 1, 4096, 16, 16)
+    exact, far = both(problem=one, sm80=1.0)[0], both()[1]
+    assert find_hopper([exact, far], problem=one).entry == exact
 
 
 def test_a_measured_family_comes_before_a_predicted_one(find_hopper):
