@@ -11,7 +11,7 @@ from fa2gen.compile import CompiledKernel, ResourceUsage
 from fa2gen.driver import DeviceInfo
 from fa2gen.errors import CompileError, GateError
 from fa2gen.problem import Problem
-from fa2gen.spec import Config, KernelSpec, config_class
+from fa2gen.spec import Config, FwdSm90Config, KernelSpec, config_class
 from fa2gen.tables import Measurement, Provenance, Table, TunedEntry
 from fa2gen.tuning.report import TuneRequest
 from fa2gen.tuning.timing import Timing
@@ -63,6 +63,11 @@ def request_for(spec: KernelSpec | None = None, seqlen: int = 4096) -> TuneReque
     return TuneRequest(spec, Problem(16384 // seqlen, seqlen, seqlen, 16, 16 // spec.gqa_ratio))
 
 
+def registers_of(config: Config) -> int:
+    """What ptxas reports of a good kernel; of the sm90 family the launch's share."""
+    return {1: 255, 2: 168, 3: 128}[config.warpgroups] if isinstance(config, FwdSm90Config) else 200
+
+
 class FakeWorker:
     """The measuring process's answers from two functions; counts what it was asked."""
 
@@ -100,7 +105,7 @@ class FakeRooms:
     device: DeviceInfo | None = None
     milliseconds: Callable[[Config], float] = lambda config: 1.0
     wrong: Callable[[Config], bool] = lambda config: False
-    resources: Callable[[Config], ResourceUsage] = lambda config: ResourceUsage(200, 0, 0, 0, 0, 1)
+    resources: Callable[[Config], ResourceUsage] = lambda config: ResourceUsage(registers_of(config), 0, 0, 0, 0, 1)
     refused: Callable[[Config], bool] = lambda config: False
     refused_kernel: Callable[[KernelSource], bool] = lambda source: False
     on_compiled: Callable[[int], None] = lambda index: None

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from fa2gen.codegen import KernelSource
+from fa2gen.codegen import KernelSource, render_kernel
 from fa2gen.compile import (
     CompiledKernel,
     CubinCache,
@@ -23,8 +23,9 @@ from fa2gen.compile import (
     find_nvcc,
     invoke,
 )
+from fa2gen.constraints_sm90 import compile_target
 from fa2gen.errors import ArgumentError, CompileError, ToolchainError
-from fa2gen.spec import FwdConfig, KernelSpec
+from fa2gen.spec import FwdConfig, FwdSm90Config, KernelSpec
 
 pytestmark = pytest.mark.nvcc
 
@@ -291,3 +292,13 @@ def test_pycuda_makes_the_same_bytes(nvcc: Nvcc, tmp_path: Path) -> None:
     assert done.stdout == "equal\n", done.stderr
     left = [path.name for path in tmp_path.iterdir() if path.name != "stub"]
     assert left == [], "temporary folders of PyCUDA, which leaves those of failed compilations"
+
+
+def test_a_kernel_whose_products_ptxas_serialized_is_refused(tmp_path: Path) -> None:
+    """192 rows of 96 keys at head dim 128 leave a consumer no register; 80 keys leave it twelve."""
+    spec, cache = KernelSpec(), CubinCache(tmp_path)
+    good, bad = (FwdSm90Config(block_m=192, block_n=block_n) for block_n in (80, 96))
+    compiled = compile_kernel(render_kernel(spec, good), compile_target(good, "sm_90"), cache=cache)
+    assert (compiled.target, compiled.resources.registers, compiled.resources.spills) == ("sm_90a", 128, False)
+    with pytest.raises(CompileError, match=r"gave up on .*192x96.* serialized due to"):
+        compile_kernel(render_kernel(spec, bad), compile_target(bad, "sm_90"), cache=cache)

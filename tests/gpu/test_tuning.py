@@ -10,6 +10,7 @@ import torch
 
 from fa2gen.codegen import KernelSource, render_kernel, render_kernels
 from fa2gen.compile import compile_kernel
+from fa2gen.constraints import families_on
 from fa2gen.driver import device_count, device_info
 from fa2gen.driver.clocks import open_clock_reader
 from fa2gen.hardware import Gpu, match_device
@@ -68,7 +69,8 @@ def test_bad_kernels_are_contained_and_named(tmp_path, monkeypatch):
     configs += [dataclasses.replace(good, block_m=128, num_warps=8), dataclasses.replace(good, num_stages=1)]
     monkeypatch.setattr(measured, "shortlist", lambda *_: configs)
     monkeypatch.setattr(measured, "find_relatives", lambda *_: ())
-    report = tune([request], gpu, out=tmp_path / "tables", trials=len(configs), tools=Tools(render=sabotaged))
+    options = {"trials": len(configs), "tools": Tools(render=sabotaged), "families": ["sm80"]}
+    report = tune([request], gpu, out=tmp_path / "tables", **options)
     outcomes = {failure.config: failure.outcome for failure in report.failures}
     assert outcomes[configs[1]] == "launch_failed", report.failures
     assert outcomes[configs[3]] == "timeout", report.failures
@@ -112,7 +114,7 @@ def test_a_backward_is_timed_and_proved_as_a_whole(deterministic, tmp_path, monk
     monkeypatch.setattr(measured, "find_relatives", lambda *_: ())
     # So that it is the sabotaged ones that would win, and are put to the proof.
     monkeypatch.setattr(measured, "ranking", lambda times, *_: sorted(times, key=[skips, uncleared, good].index))
-    monkeypatch.setattr(measured, "default_config", lambda spec: good)
+    monkeypatch.setattr(measured, "default_config_of", lambda spec, family: good)
     # The default is timed besides the trials: with as many as there are others nothing else is tried.
     report = tune([request], gpu_here(), out=tmp_path, trials=len(bad), tools=Tools(render=sabotaged_backward))
     assert {(f.config, f.outcome) for f in report.failures} == {(config, "wrong") for config in bad}, report.failures
@@ -124,7 +126,8 @@ def test_a_backward_is_timed_and_proved_as_a_whole(deterministic, tmp_path, monk
 
 def test_the_runtime_takes_what_was_tuned(tmp_path):
     report = tune([TuneRequest(SPEC, PROBLEM)], gpu_here(), trials=4)
-    (entry,) = report.entries
+    assert {entry.config.family for entry in report.entries} == set(families_on(SPEC, gpu_here().arch))
+    entry = min(report.entries, key=lambda entry: entry.measurement.ms)
     q, k, v = (torch.randn(2, 1024, 4, 64, device="cuda").bfloat16() for _ in range(3))
     chosen = describe(q, k, v, causal=True)
     assert (chosen.config, chosen.source, chosen.known) == (entry.config, "exact", "measured")
@@ -159,7 +162,7 @@ def test_clocks_are_those_of_this_device(tmp_path):
         pytest.skip("NVML does not know this device")
     uuid = pynvml.nvmlDeviceGetUUID(reader._handle)
     assert str(torch.cuda.get_device_properties(index).uuid) in (uuid if isinstance(uuid, str) else uuid.decode())
-    report = tune([TuneRequest(SPEC, PROBLEM)], gpu_here(), out=tmp_path / "tables", trials=0)
+    report = tune([TuneRequest(SPEC, PROBLEM)], gpu_here(), out=tmp_path / "tables", trials=0, families=["sm80"])
     clocks = report.entries[0].measurement.clocks
     assert 100 <= clocks.sm_mhz_min <= clocks.sm_mhz <= clocks.sm_mhz_max <= 1.05 * device_info(0).clock_mhz
     (saved,) = load_table(table_path(tmp_path / "tables", gpu_here().name, "fwd")).entries
@@ -168,12 +171,13 @@ def test_clocks_are_those_of_this_device(tmp_path):
 
 def test_the_incumbent_is_timed_again_and_stays_within_the_noise(tmp_path):
     request, steps = TuneRequest(SPEC, PROBLEM), []
-    first = tune([request], gpu_here(), out=tmp_path / "tables", trials=6).entries[0]
+    first = tune([request], gpu_here(), out=tmp_path / "tables", trials=6, families=["sm80"]).entries[0]
     report = tune(
         [request],
         gpu_here(),
         out=tmp_path / "tables",
         trials=0,
+        families=["sm80"],
         progress=lambda event: steps.append(event.text) if event.stage == "measure" else None,
     )
     (second,) = report.entries

@@ -177,7 +177,7 @@ class _Loaded:
         self.log.append((grid, block, params))
 
 
-@pytest.mark.parametrize(("scheduler", "epilogue"), itertools.product(("static", "dynamic"), ("tma", "direct")))
+@pytest.mark.parametrize(("scheduler", "epilogue"), [*itertools.product(("static", "dynamic"), ("tma", "direct"))])
 def test_a_launch_has_tensor_maps_before_its_pointers(scheduler, epilogue, monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=7))
     maps = ModuleType("fa2gen.driver.tensor_maps")
