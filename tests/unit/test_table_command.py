@@ -210,7 +210,8 @@ def test_regate(folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> 
     assert result.exit_code == 1
     assert "passed: a100 fwd_d128_bf16_full_gqa1 q12_k12_w4 sm80\n" in result.stdout
     assert (
-        "FAILED: a100 fwd_d128_fp16_full_gqa1 q12_k12_w4 sm80\n    sm80_64x64s64_w4_st2_qs_online_mb1: row" in result.stdout
+        "FAILED: a100 fwd_d128_fp16_full_gqa1 q12_k12_w4 sm80\n    sm80_64x64s64_w4_st2_qs_online_mb1: row"
+        in result.stdout
     )
     assert "  gated: fwd_d128_bf16_full_gqa1" in result.stdout
     assert "  replaced: fwd_d128_bf16_full_gqa1" in result.stdout
