@@ -239,15 +239,15 @@ def _tflops(status: EntryStatus) -> float:
 
 
 def _show_entries(statuses: Sequence[EntryStatus]) -> None:
-    """Two lines an entry, within 80 columns; a third for what is out of the ordinary."""
+    """Two lines an entry, within 80 columns, the second begins with the family; a third for what is unusual."""
     kernels = max(len(status.entry.spec.slug()) for status in statuses)
     buckets = max(len(status.entry.bucket.label()) for status in statuses)
-    click.echo(f"{'kernel':<{kernels}}  {'bucket':<{buckets}}  {'ms':>9}  {'TFLOP/s':>7}  family  kind")
+    click.echo(f"{'kernel':<{kernels}}  {'bucket':<{buckets}}  {'ms':>9}  {'TFLOP/s':>7}  kind")
     for status in statuses:
         entry, m = status.entry, status.entry.measurement
         click.echo(
             f"{entry.spec.slug():<{kernels}}  {entry.bucket.label():<{buckets}}  {m.ms:>9.4f}  "
-            f"{_tflops(status):>7.1f}  {entry.config.family:<6}  {m.kind}"
+            f"{_tflops(status):>7.1f}  {m.kind}"
         )
         details = [entry.config.slug()]
         if m.kind == "measured":

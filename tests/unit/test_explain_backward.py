@@ -212,9 +212,9 @@ def test_command_line() -> None:
 
 def test_list_kernels() -> None:
     rows = json.loads(run("list", "kernels", "--gpu", "a10", "--json").stdout)
-    assert [row["kind"] for row in rows] == ["fwd", "bwd"]
+    assert [(row["kind"], row["family"]) for row in rows] == [("fwd", "sm80"), ("fwd", "sm90"), ("bwd", "sm80")]
     (row,) = json.loads(run("list", "kernels", "--kind", "bwd", "--gpu", "a10", "--json").stdout)
-    assert row == rows[1]
+    assert row == rows[2]
     assert row["kernels"] == [*kernels_of("bwd")]
     assert row["templates"] == [*manifest("bwd", "sm80")]
     assert row["template_hash"] == template_hash("bwd", "sm80")

@@ -14,7 +14,7 @@ from fa2gen.cli import main
 from fa2gen.codegen import template_hash
 from fa2gen.hardware import get_gpu
 from fa2gen.problem import Problem
-from fa2gen.spec import KernelSpec
+from fa2gen.spec import FwdSm90Config, KernelSpec
 from fa2gen.tables import Clocks, Regate, load_table, render_table, save_entries, store, table_path
 from fa2gen.tuning import regate as regate_module
 from tests.tuning_fakes import FakeRooms, entry, table
@@ -93,6 +93,7 @@ def test_show(folders: tuple[Path, Path]) -> None:
         (("--no-causal", "--headdim", "128"), 1),
         (("--gpu", "A100"), 4),
         (("--gpu", "h200"), 0),
+        (("--family", "sm80"), 4),
     ],
 )
 def test_show_takes_filters(folders: tuple[Path, Path], options: tuple[str, ...], count: int) -> None:
@@ -102,6 +103,18 @@ def test_show_takes_filters(folders: tuple[Path, Path], options: tuple[str, ...]
     text = run("show", *options).stdout
     assert text.count("\nfwd_d") == count
     assert count or text == "no tuned entries: fa2gen tune makes them\n"
+
+
+def test_families_of_a_kernel_are_entries_of_their_own(folders: tuple[Path, Path]) -> None:
+    gpu = get_gpu("h200")
+    save_entries(gpu, [entry(sms=132, ms=2.0), entry(sms=132, family="sm90")], root=folders[0])
+    (read,) = document("show")["tables"]
+    assert [row["family"] for row in read["entries"]] == ["sm80", "sm90"]
+    assert {row["state"] for row in read["entries"]} == {"stale"}
+    slugs = [line.split()[0] for line in run("show", "--family", "sm90").stdout.splitlines() if "    sm" in line]
+    assert slugs == [f"{FwdSm90Config().slug()},"]
+    counts = run("check").stdout
+    assert "2 predicted, 2 stale" in counts
 
 
 def test_show_as_json(folders: tuple[Path, Path]) -> None:
@@ -156,7 +169,7 @@ def test_check_names_illegal_entries(folders: tuple[Path, Path]) -> None:
         ("", "damaged", " is not a tuned table: empty file"),
         ("{", "damaged", " is not a tuned table: Expecting property name"),
         ("\x00", "damaged", " is not a tuned table: Expecting value"),
-        (TEXT, "newer", " has table schema 99, this fa2gen reads up to 2"),
+        (TEXT, "newer", " has table schema 99, this fa2gen reads up to 3"),
         (TEXT.replace('"config": {', '"config": 3, "more": {'), "damaged", ", entry 0 has unknown more"),
         (TEXT.replace('"dtype": "bf16"', '"dtype": "fp8"'), "damaged", ", entry 0: dtype must be "),
         (TEXT.replace('"a100"', '"a10"'), "damaged", " is for gpu 'a10', not 'a100'"),
@@ -195,9 +208,10 @@ def test_regate(folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(regate_module, "Tools", rooms.tools)
     result = run("check", "--regate")
     assert result.exit_code == 1
-    assert "passed: a100 fwd_d128_bf16_full_gqa1 q12_k12_w4\n" in result.stdout
+    assert "passed: a100 fwd_d128_bf16_full_gqa1 q12_k12_w4 sm80\n" in result.stdout
     assert (
-        "FAILED: a100 fwd_d128_fp16_full_gqa1 q12_k12_w4\n    sm80_64x64s64_w4_st2_qs_online_mb1: row" in result.stdout
+        "FAILED: a100 fwd_d128_fp16_full_gqa1 q12_k12_w4 sm80\n    sm80_64x64s64_w4_st2_qs_online_mb1: row"
+        in result.stdout
     )
     assert "  gated: fwd_d128_bf16_full_gqa1" in result.stdout
     assert "  replaced: fwd_d128_bf16_full_gqa1" in result.stdout

@@ -223,7 +223,7 @@ def test_an_incumbent_that_cannot_run_any_more_gives_way(tmp_path):
 
     rooms.milliseconds = crash
     report = run(rooms, tmp_path)
-    assert rows(tmp_path)[SPEC, BUCKET].config == report.entries[0].config != old
+    assert rows(tmp_path)[SPEC, BUCKET, "sm80"].config == report.entries[0].config != old
     assert report.superseded == 0
 
 
@@ -288,7 +288,7 @@ def test_a_request_that_a_lost_device_gave_back_goes_on_with_its_study(tmp_path)
         worker.call = note
     run(rooms, tmp_path, [REQUEST, OTHER], trials=12, resume=False)
     assert len(starts) > MAX_STARTS
-    assert set(rows(tmp_path)) == {(r.spec, r.problem.bucket(132)) for r in (REQUEST, OTHER)}
+    assert set(rows(tmp_path)) == {(r.spec, r.problem.bucket(132), "sm80") for r in (REQUEST, OTHER)}
     # The default and the best of the stored times, which would win, but not all five.
     assert len({trial for trial in timed if timed.count(trial) > 1}) <= 2
 
