@@ -66,8 +66,6 @@ def tma_reason(name: str, sizes: tuple[int, ...], strides: tuple[int, ...], addr
     """
     if address % 16:
         return f"{name} begins at an address that is no multiple of 16 bytes"
-    if any(size < 1 for size in sizes):
-        return f"{name} has an axis without elements, TMA takes one or more"
     if any(size >= _MAX_SIZE for size in sizes):
         return f"{name} has an axis of {max(sizes)} elements, TMA takes fewer than 2^32"
     for axis, size, stride in zip(("batch", "row", "head"), sizes, strides, strict=False):
@@ -85,11 +83,12 @@ def tensor_map(
 
     Args:
         tensor: Its name.
-        sizes: (batch, row, head, column).
+        sizes: (batch, row, head, column). For an axis without elements the map has one: kernels copy nothing of an empty
+            tensor, but TMA has no map of one.
         strides: Elements from one batch, row and head to the next; any number where that axis has one element.
         box_rows: Rows of a box, at most ``MAX_BOX``.
     """
-    batch, rows, heads, columns = sizes
+    batch, rows, heads, columns = (max(1, size) for size in sizes)
     # An axis of one element may have any stride, also one that TMA refuses.
     by_batch, by_row, by_head = (
         stride * _ELEMENT_BYTES if size > 1 else 16 for stride, size in zip(strides, sizes[:3], strict=True)

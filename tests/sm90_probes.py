@@ -125,7 +125,7 @@ def _ring() -> Sm90Probe:
 
 # ---- TMA stores: a tile that threads wrote, to several places of a tensor, inside and partly or wholly outside.
 
-_STORE_PLACES = [(0, 0, 0, 0), (24, 34, 2, 1), (-8, -5, 1, 0), (0, 40, 0, 0), (64, 12, 1, 1)]
+_STORE_PLACES = [(0, 0, 0, 0), (24, 34, 2, 1), (8, 5, 1, 0), (0, 40, 0, 0), (64, 12, 1, 1)]
 
 
 def _store() -> Sm90Probe:

@@ -24,6 +24,9 @@ takes 0.3 KB."""
 
 _MAX_PACKERS = 4096
 
+# The driver looks at no more of it than that it is not null and a multiple of 16.
+_ANY_ADDRESS = 1 << 32
+
 INSTALL = 'pip install "cuda-bindings>=12.9,<14"'
 """How to get what encodes maps."""
 
@@ -43,7 +46,7 @@ def bindings_version() -> str:
 def encode(map: TensorMap, address: int) -> bytes:
     """The map of a tensor at an address, as kernels take it. For launches that repeat, see :func:`map_packer`.
 
-    The driver must have been initialised; contexts are left as they are.
+    A context must be current. The address of an empty tensor, of which kernels read nothing, may be null.
 
     Raises:
         LaunchError: The driver refuses the map; the message names the tensor and the rule that it breaks.
@@ -117,7 +120,7 @@ class MapCache(dict[int, bytes]):
                 self._template = _encoded(self._map, address)
                 self._template_view = _view(self._template)
             else:
-                (status,) = _bindings().cuTensorMapReplaceAddress(self._template, address)
+                (status,) = _bindings().cuTensorMapReplaceAddress(self._template, address or _ANY_ADDRESS)
                 # Whatever a refused call left behind is no template.
                 if status:
                     self._template = self._template_view = None
@@ -166,7 +169,7 @@ def _encoded(map: TensorMap, address: int) -> Any:
         # For fp16 as well: copies move bits, and the fill that we ask for is zero in either type.
         kind.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
         len(map.sizes),
-        address,
+        address or _ANY_ADDRESS,
         [cuda.cuuint64_t(size) for size in map.sizes],
         [cuda.cuuint64_t(stride) for stride in map.strides],
         [cuda.cuuint32_t(size) for size in map.box],

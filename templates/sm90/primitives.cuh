@@ -16,7 +16,8 @@ FUNC void tma_load(u32 dst, const TensorMap& map, u32 mbarrier, int c0, int c1, 
       "l"(&map), "r"(mbarrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
       : "memory");
 }
-// From shared memory; what lies outside the tensor is not written.
+// From shared memory; what lies beyond the end of the tensor is not written. The box begins inside it or beyond: to
+// begin before it is an illegal instruction (H200).
 FUNC void tma_store(const TensorMap& map, u32 src, int c0, int c1, int c2, int c3) {
   asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map),
                "r"(src), "r"(c0), "r"(c1), "r"(c2), "r"(c3)

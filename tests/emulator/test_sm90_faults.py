@@ -127,6 +127,11 @@ CASES: dict[str, tuple[str, str, str]] = {
     ),
     "a map that TMA refuses": ("tma_prefetch_map(p.b);", "tma-map", "box 64 257 1 1"),
     # Copies out
+    "before the tensor": (
+        f"{FILL} {FENCE} sync_threads(); {STORE.replace('0, 0, 0, 0', '0, -5, 0, 0')}",
+        "tma-store-before-tensor",
+        "row -5",
+    ),
     "what nobody wrote": (STORE, "shared-uninitialised-read", "tma_store reads"),
     "what nobody waited for in the end": (
         f"{FILL} {FENCE} sync_threads(); {STORE.replace('tma_store_wait_read<0>();', '')}",

@@ -78,6 +78,13 @@ Block::StoreQueue& Block::store_queue() {
 void Block::tma_store(const void* map, unsigned src, const int (&at)[4]) {
   begin_async();
   counters.tma_store++;
+  // An H200 takes such a store for an illegal instruction, though it loads from there.
+  for (int coordinate : at)
+    if (coordinate < 0)
+      throw Diagnostic("tma-store-before-tensor",
+                       format("tma_store of a box at column %d, row %d, head %d, batch %d: a store cannot begin before "
+                              "the tensor",
+                              at[0], at[1], at[2], at[3]));
   const Box box = box_of(map, at, src, "tma_store");
   check_box(box, "tma_store");
   StoreQueue& queue = store_queue();
