@@ -83,8 +83,8 @@ def tensor_map(
 
     Args:
         tensor: Its name.
-        sizes: (batch, row, head, column). For an axis without elements the map has one: kernels copy nothing of an empty
-            tensor, but TMA has no map of one.
+        sizes: (batch, row, head, column). For an axis without elements the map has one: kernels copy nothing of an
+            empty tensor, but TMA has no map of one.
         strides: Elements from one batch, row and head to the next; any number where that axis has one element.
         box_rows: Rows of a box, at most ``MAX_BOX``.
     """

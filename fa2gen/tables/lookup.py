@@ -105,7 +105,7 @@ def lookup(
     package's), then the newer.
 
     Where several families serve the call each is asked like that, and of the measured ones that whose entry does most
-    operations a second is taken: between families lies more (1.6 on an H200, causal or not) than between neighbours of
+    operations a second is taken: between families lies more (a factor of 1.5 on an H200) than between neighbours of
     one. But for one whose sizes are further away than the neighbouring class: it may be fast at what the call is not.
 
     Args:
