@@ -15,11 +15,11 @@ from fa2gen.codegen import KernelSource, template_hash
 from fa2gen.constraints import infeasible_reason
 from fa2gen.hardware import Gpu, get_gpu
 from fa2gen.problem import Bucket
-from fa2gen.runtime import attention, describe, plan, plan_backward, request, reset
+from fa2gen.runtime import attention, describe, plan, plan_backward, plan_forward, request, reset
 from fa2gen.runtime.backward import gradients
 from fa2gen.spec import Config, KernelSpec
 from fa2gen.tables import TunedEntry, load_table, lookup, package_dir
-from tests.runtime_fakes import row_launcher
+from tests.runtime_fakes import fake_map, row_launcher
 
 # The package has a function of that name.
 describe_module = importlib.import_module("fa2gen.runtime.describe")
@@ -100,6 +100,7 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callab
     monkeypatch.setattr(plan, "compile_many", lambda jobs: [source for source, _ in jobs])
     monkeypatch.setattr(plan, "load", lambda source, index: FakeKernel(source))
     monkeypatch.setattr(plan_backward, "row_launcher", row_launcher)
+    monkeypatch.setattr(plan_forward, "map_packer", lambda map, index: lambda address: fake_map(map, address))
     monkeypatch.setattr(plan, "_raw_stream_function", lambda: lambda index: 0)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
