@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +23,9 @@ from .libcuda import active_context, current_context, primary_context
 MAX_ADDRESSES = 1024
 """Addresses that a packer remembers: those of a hundred layers, each with ten sets of tensors of one shape. An entry
 takes 0.3 KB."""
+
+MAX_IN_ALL = 1 << 16
+"""Addresses that all packers together remember, some 20 MB: each length that a server meets has packers of its own."""
 
 _MAX_PACKERS = 4096
 
@@ -90,7 +95,7 @@ class MapCache(dict[int, bytes]):
     Threads may share it: look-ups are atomic, and what is made under the lock is right for whoever asked.
     """
 
-    __slots__ = ("_device_index", "_lock", "_map", "_template", "_template_view")
+    __slots__ = ("__weakref__", "_device_index", "_lock", "_map", "_template", "_template_view")
 
     def __init__(self, map: TensorMap, device_index: int) -> None:
         super().__init__()
@@ -98,6 +103,7 @@ class MapCache(dict[int, bytes]):
         self._template: Any = None
         self._template_view: Any = None
         self._lock = threading.Lock()
+        _caches.append(weakref.ref(self))
 
     def __missing__(self, address: int) -> bytes:
         context = primary_context(self._device_index)
@@ -110,6 +116,7 @@ class MapCache(dict[int, bytes]):
         if len(self) >= MAX_ADDRESSES:
             self.clear()
         self[address] = encoded
+        _forget_if_full()
         return encoded
 
     def _make(self, address: int) -> bytes:
@@ -127,6 +134,19 @@ class MapCache(dict[int, bytes]):
                     raise _refused(self._map, address, status)
             encoded: bytes = self._template_view.raw
         return encoded
+
+
+_caches: list[weakref.ref[MapCache]] = []
+_made = itertools.count(1)
+
+
+def _forget_if_full() -> None:
+    """Empties all packers after ``MAX_IN_ALL`` new addresses; to count what they hold would cost each of these more."""
+    if next(_made) % MAX_IN_ALL == 0:
+        alive = [cache for each in _caches if (cache := each()) is not None]
+        for cache in alive:
+            cache.clear()
+        _caches[:] = [weakref.ref(cache) for cache in alive]
 
 
 @functools.cache

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import enum
+import itertools
 import struct
 import sys
 import threading
@@ -313,6 +314,16 @@ def test_full_packers_start_again(bindings: Bindings) -> None:
     assert cache[ADDRESS] == expected(MAP, ADDRESS)
     assert len(bindings.calls) == MAX_ADDRESSES + 2
     assert [call for call in bindings.calls if call.startswith("encode")] == [f"encode {ADDRESS:#x}"]
+
+
+def test_all_packers_together_start_again(bindings: Bindings, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensor_maps, "MAX_IN_ALL", 8)
+    monkeypatch.setattr(tensor_maps, "_made", itertools.count(1))
+    caches = [tensor_maps.MapCache(tensor_map("k", (1, rows, 1, 64), (64, 64, 64), 16), 0) for rows in (1, 2, 3)]
+    for turn in range(20):
+        address = ADDRESS + 16 * turn
+        assert caches[turn % 3][address] == encode(caches[turn % 3]._map, address)
+        assert sum(map(len, caches)) <= 8
 
 
 def test_packer_refuses_and_goes_on(bindings: Bindings) -> None:
