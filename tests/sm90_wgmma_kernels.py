@@ -7,7 +7,8 @@ import numpy as np
 from tests.sm90_kernels import MappedTensor, Sm90Probe, as_words, small_integers
 from tests.sm90_small_attention import small_attention_probe
 
-COLUMNS = (40, 64, 80, 96, 112, 128, 176, 192, 256)
+# Tiles of keys and columns of the output are multiples of 16; 40 is one of 8.
+COLUMNS = (*range(16, 257, 16), 40)
 DEPTH = 64  # columns of a: four steps
 
 # Each warpgroup has 64 rows of a, of 128 bytes; b lies at 24 KiB, K-major or in panels of 64 columns.

@@ -147,7 +147,7 @@ def test_example_launches_what_fa2gen_would(
 
 
 def test_workspaces_of_a_forward_are_none() -> None:
-    (kernel,) = choose(SPECS[0], get_gpu("h100"))
+    (kernel,) = choose(SPECS[0], get_gpu("a100"))
     assert workspace_rules(SPECS[0], kernel.source.config) == {}
 
 

@@ -14,7 +14,8 @@ from fa2gen.config_sm90 import EPILOGUES, SCHEDULERS
 from fa2gen.constraints import estimate_registers, infeasible_reason
 from fa2gen.constraints_sm90 import consumer_registers, register_split, smem_plan
 from fa2gen.hardware import arch_limits
-from fa2gen.spec import DTYPES, NATIVE_HEAD_DIMS
+from fa2gen.spec import DTYPES, NATIVE_HEAD_DIMS, FwdSm90Config
+from fa2gen.tables import store
 from tests.sm90_covering import DEFAULTS, KERNELS, TARGET
 
 pytestmark = pytest.mark.nvcc
@@ -62,6 +63,25 @@ def test_nothing_is_spilled(compiled: list[CompiledKernel]) -> None:
     for kernel in compiled:
         used = kernel.resources
         assert (used.spill_store_bytes, used.spill_load_bytes, used.stack_bytes) == (0, 0, 0), kernel.source.entry
+
+
+def test_shipped_configs_are_neither_spilled_nor_serialized() -> None:
+    """Every config that a table of the package holds for this family; what is serialized is no kernel."""
+    tables = [store.cached_table(path) for path in sorted(store.package_dir().glob("*/fwd.json"))]
+    shipped = {
+        (entry.spec, entry.config): None
+        for table in tables
+        if table is not None
+        for entry in table.entries
+        if isinstance(entry.config, FwdSm90Config)
+    }
+    assert len(shipped) >= 20
+    results = compile_many([(render_kernel(spec, config), TARGET) for spec, config in shipped])
+    for result, (spec, config) in zip(results, shipped, strict=True):
+        label = f"{spec.slug()} {config.slug()}"
+        assert isinstance(result, CompiledKernel), f"{label}: {getattr(result, 'log', result)}"
+        used = result.resources
+        assert (used.spill_store_bytes, used.spill_load_bytes, used.stack_bytes) == (0, 0, 0), label
 
 
 def test_products_stay_asynchronous(compiled: list[CompiledKernel]) -> None:

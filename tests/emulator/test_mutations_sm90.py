@@ -43,8 +43,8 @@ MUTATIONS = {
     ),
     "a consumer does not wait for V": (
         CONFIG,
-        "  wgmma_commit();\n  wait_full<kNumStages>(kBarriersV, consumer.v);\n  issue_pv",
-        "  wgmma_commit();\n  issue_pv",
+        "  wgmma_commit();\n  wait_full<kNumStages>(kBarriersV, consumer.v);\n",
+        "  wgmma_commit();\n",
         EARLY,
     ),
     "a consumer does not wait for Q": (CONFIG, "  wait_full<kQueryStages>(kBarriersQ, q);\n", "", EARLY),
