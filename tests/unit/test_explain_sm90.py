@@ -11,6 +11,7 @@ import pytest
 from fa2gen import explain as explain_module
 from fa2gen.commands.explain_json import explanation_json
 from fa2gen.commands.explain_text import WIDTH, explanation_text
+from fa2gen.errors import InfeasibleError
 from fa2gen.explain import Explanation, explain
 from fa2gen.explain_grid import Grid
 from fa2gen.hardware import get_gpu
@@ -179,3 +180,9 @@ def test_other_chips_have_no_wgmma() -> None:
     e = explain(SPEC, PROBLEM, get_gpu("a100"), config=CONFIG, compile=False)
     assert e.selection.illegal
     assert e.selection.excluded == "family sm90 needs compute capability 9.0, sm_80 has no wgmma"
+
+
+@pytest.mark.parametrize("block_m", [32, 320])
+def test_configs_with_impossible_warpgroups_are_refused(block_m: int) -> None:
+    with pytest.raises(InfeasibleError, match=rf"block_m {block_m} is not 64 rows for each of 1 to 3 warpgroups"):
+        explained(config=FwdSm90Config(block_m=block_m, ping_pong=False))
