@@ -374,6 +374,8 @@ def _measured(spec: KernelSpec, problem: Problem, gpu: Gpu, config: Config, fact
         for entry in table.entries if table else ():
             if (entry.spec, entry.bucket) != (spec, bucket) or entry.measurement.kind != "measured":
                 continue
+            if infeasible_reason(spec, entry.config, gpu.arch) is not None:  # as a look-up does
+                continue
             known = facts if entry.config == config else None
             predicted = predict(spec, entry.config, entry.measurement.problem, gpu, known).ms
             found.setdefault(entry.config, MeasuredTime(entry, not is_current(entry, template_hash), predicted))
