@@ -15,13 +15,14 @@ __version__ = "0.1.0"
 _LAZY = {
     "KernelSpec": "fa2gen.spec",
     "FwdConfig": "fa2gen.spec",
+    "FwdSm90Config": "fa2gen.spec",
     "BwdConfig": "fa2gen.spec",
     "Problem": "fa2gen.problem",
     "Fa2genError": "fa2gen.errors",
 }
 _LAZY_MODULES = ("runtime",)
 
-__all__ = ["BwdConfig", "Fa2genError", "FwdConfig", "KernelSpec", "Problem", "__version__", "runtime"]
+__all__ = ["BwdConfig", "Fa2genError", "FwdConfig", "FwdSm90Config", "KernelSpec", "Problem", "__version__", "runtime"]
 
 
 def __getattr__(name: str) -> Any:

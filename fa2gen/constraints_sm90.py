@@ -14,9 +14,11 @@ COMPUTE_CAPABILITY = (9, 0)
 TARGET = "sm_90a"
 """What nvcc compiles the family's kernels for."""
 
+MAX_WARPGROUPS = 3
+"""Consumer warpgroups of a block, at most."""
+
 _PANEL_COLUMNS = 64
 _ROW_BYTES = 128  # of a panel
-_MAX_WARPGROUPS = 3
 _MAX_STAGES = 4
 _MAX_BLOCK_N = 256  # wgmma's widest product
 # mbarriers: a full and an empty one of 8 bytes a stage. Tile numbers that are drawn pass through two slots, which have
@@ -111,8 +113,8 @@ def estimate_registers(spec: KernelSpec, config: FwdSm90Config) -> int:
 
 def config_reason(config: FwdSm90Config) -> str | None:
     """Why a config can serve no spec, or None if some spec may take it."""
-    if config.block_m % GROUP_ROWS or not 1 <= config.warpgroups <= _MAX_WARPGROUPS:
-        return f"block_m {config.block_m} is not {GROUP_ROWS} rows for each of 1 to {_MAX_WARPGROUPS} warpgroups"
+    if config.block_m % GROUP_ROWS or not 1 <= config.warpgroups <= MAX_WARPGROUPS:
+        return f"block_m {config.block_m} is not {GROUP_ROWS} rows for each of 1 to {MAX_WARPGROUPS} warpgroups"
     if config.block_n % 16 or config.block_n > _MAX_BLOCK_N:
         return f"block_n {config.block_n} is no multiple of 16 up to {_MAX_BLOCK_N}"
     if config.num_stages > _MAX_STAGES:

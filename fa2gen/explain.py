@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 
 from .codegen import param_struct, render_kernel, template_hash
 from .compile import CompiledKernel, compile_kernel
-from .constraints import default_config, estimate_registers, infeasible_reason, smem_bytes
-from .constraints_sm90 import RegisterSplit, compile_target, register_split
-from .errors import CompileError, ToolchainError
+from .constraints import config_reason, default_config, estimate_registers, infeasible_reason, smem_bytes
+from .constraints_sm90 import MAX_WARPGROUPS, RegisterSplit, compile_target, register_split
+from .errors import CompileError, InfeasibleError, ToolchainError
 from .explain_grid import Grid as Grid
 from .explain_smem import Area, smem_areas
 from .hardware import Gpu, Occupancy, occupancy
@@ -200,6 +200,7 @@ def explain(
 
     Raises:
         ArgumentError: ``config`` is none of these, or the problem does not fit the spec or the grid.
+        InfeasibleError: ``config`` has a number of warpgroups that no kernel of its family has.
     """
     selection = _select(spec, problem, gpu, config)
     chosen = selection.config
@@ -238,6 +239,9 @@ def _select(spec: KernelSpec, problem: Problem, gpu: Gpu, config: Config | str) 
     else:
         chosen = config_from_slug(spec.kind, config) if isinstance(config, str) else config
         origin, why = "given", "asked for"
+        if isinstance(chosen, FwdSm90Config) and not 1 <= chosen.warpgroups <= MAX_WARPGROUPS:
+            # Other configs are explained although no kernel has them; of these not even the registers are known.
+            raise InfeasibleError(f"config {chosen.slug()} cannot be explained: {config_reason(chosen)}")
     illegal = infeasible_reason(spec, chosen, gpu.arch)
     excluded = illegal or exclusion_reason(spec, chosen, gpu.arch)
     if excluded is None and chosen not in legal_space(spec, gpu, chosen.family).configs:
@@ -369,6 +373,8 @@ def _measured(spec: KernelSpec, problem: Problem, gpu: Gpu, config: Config, fact
         table = cached_table(table_path(root, gpu.name, spec.kind))
         for entry in table.entries if table else ():
             if (entry.spec, entry.bucket) != (spec, bucket) or entry.measurement.kind != "measured":
+                continue
+            if infeasible_reason(spec, entry.config, gpu.arch) is not None:  # as a look-up does
                 continue
             known = facts if entry.config == config else None
             predicted = predict(spec, entry.config, entry.measurement.problem, gpu, known).ms

@@ -1,4 +1,5 @@
-"""What kernels compute (``KernelSpec``) and how (``FwdConfig``, ``BwdConfig``): what everything else is keyed by.
+"""What kernels compute (``KernelSpec``) and how (``FwdConfig``, ``FwdSm90Config``, ``BwdConfig``): what everything
+else is keyed by.
 
 A key is derived from the canonical form, which leaves out fields that hold their default: a field added later with a
 default changes no existing key.

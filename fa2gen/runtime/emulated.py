@@ -11,23 +11,27 @@ from fa2gen.errors import InfeasibleError
 from fa2gen.hardware import arch_limits
 from fa2gen.spec import BwdConfig, Config, ForwardConfig
 
+from .families import require_tma
 from .request import Request
 
-# The emulator runs what an sm_80 chip would.
-EMULATED_CAPABILITY = (8, 0)
+# The emulator runs what chips of these compute capabilities would, by the family of kernels.
+EMULATED_CAPABILITIES = {"sm80": (8, 0), "sm90": (9, 0)}
 
 
 def emulated_config(request: Request, config: Config | None) -> Config:
     """The config that the emulator runs: the caller's if it is legal on the emulated chip, else the default.
 
     Raises:
-        InfeasibleError: The caller's config is not legal; the message is the reason.
+        InfeasibleError: The caller's config is not legal, or TMA cannot read what it is to read; the message is the
+            reason.
     """
     if config is None:
         return default_config(request.spec)
-    reason = infeasible_reason(request.spec, config, arch_limits(EMULATED_CAPABILITY))
+    arch = arch_limits(EMULATED_CAPABILITIES[config.family])
+    require_tma(request, config, arch)
+    reason = infeasible_reason(request.spec, config, arch)
     if reason is not None:
-        raise InfeasibleError(f"config {config.slug()} cannot run {request.spec.slug()} on sm_80: {reason}")
+        raise InfeasibleError(f"config {config.slug()} cannot run {request.spec.slug()} on {arch.target}: {reason}")
     return config
 
 

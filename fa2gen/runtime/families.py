@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from fa2gen.constraints_sm90 import COMPUTE_CAPABILITY
+from fa2gen.errors import InfeasibleError
+from fa2gen.hardware import ArchLimits
+from fa2gen.spec import Config
 from fa2gen.tensor_map import tma_reason
 
 from .request import Request
@@ -23,3 +27,17 @@ def tma_obstacle(request: Request) -> str | None:
     if spec.alignment != 16:
         return "q, k or v begins at an address that is no multiple of 16 bytes"
     return None
+
+
+def require_tma(request: Request, config: Config, arch: ArchLimits) -> None:
+    """Raise where the config's kernel would read by TMA on this chip and cannot read the tensors of the call.
+
+    It goes before the rules of specs, which know alignment 2 but not the tensor that has it.
+
+    Raises:
+        InfeasibleError: It cannot; the message names the tensor and the rule.
+    """
+    if config.family != "sm90" or arch.compute_capability != COMPUTE_CAPABILITY:
+        return
+    if (obstacle := tma_obstacle(request)) is not None:
+        raise InfeasibleError(f"config {config.slug()} cannot run this call, as TMA cannot read it: {obstacle}")

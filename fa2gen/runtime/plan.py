@@ -26,7 +26,7 @@ from fa2gen.problem import Bucket
 from fa2gen.spec import BwdConfig, Config, KernelSpec
 from fa2gen.tables import Match, lookup
 
-from .families import tma_obstacle
+from .families import require_tma, tma_obstacle
 from .request import Request
 
 # (addresses of q, k, v) -> output, or (output, LSE).
@@ -155,9 +155,8 @@ def match_config(request: Request, device_index: int, config: Config | None) -> 
     gpu = device_gpu(device_index)
     obstacle = tma_obstacle(request)
     if config is not None:
+        require_tma(request, config, gpu.arch)
         require_feasible(request.spec, config, gpu)
-        if config.family == "sm90" and obstacle is not None:
-            raise InfeasibleError(f"config {config.slug()} cannot run this call, as TMA cannot read it: {obstacle}")
         return Match(config, "forced by the caller", 0.0, False, None)
     key = (request.spec, request.problem.bucket(gpu.num_sms), device_index, obstacle is None)
     match = _matches.get(key)

@@ -106,7 +106,9 @@ def lookup(
 
     Where several families serve the call each is asked like that, and of the measured ones that whose entry does most
     operations a second is taken: between families lies more (a factor of 1.5 on an H200) than between neighbours of
-    one. But for one whose sizes are further away than the neighbouring class: it may be fast at what the call is not.
+    one. Where the entries are of different sizes, those that the families have of one size decide if there are any as
+    near: longer sequences give more operations a second by themselves. But for a family whose sizes are further away
+    than the neighbouring class: it may be fast at what the call is not.
 
     Args:
         spec: The caller's spec.
@@ -137,7 +139,8 @@ def lookup(
             found.append((best, best.match(passed_over, template_hash)))
     exact = [each for each in found if each[1].source == "exact"]
     if found:
-        best, match = _between_families(exact if strict and exact else found)
+        usable = [candidate for candidate in candidates if candidate.is_usable(template_hash)]
+        best, match = _between_families(exact if strict and exact else found, usable)
         match = replace(match, stale=match.stale or any(each.flops_per_ms > best.flops_per_ms for each in lost))
     else:
         match = Match(default_config_on(spec, gpu.arch, families), DEFAULT_SOURCE, 0.0, bool(lost), None)
@@ -211,12 +214,27 @@ class _Candidate:
 _NEIGHBOURS = 2.5
 
 
-def _between_families(found: Sequence[tuple[_Candidate, Match]]) -> tuple[_Candidate, Match]:
+def _between_families(
+    found: Sequence[tuple[_Candidate, Match]], usable: Sequence[_Candidate]
+) -> tuple[_Candidate, Match]:
     """Of the families' answers, all of which can serve the call, the one to take (see :func:`lookup`)."""
     nearest = min(candidate.cost.bucket for candidate, _ in found)
     near = [each for each in found if each[0].cost.bucket <= nearest + _NEIGHBOURS]
     near = [each for each in near if is_measured(each[0].entry)] or near
-    return max(near, key=lambda each: each[0].flops_per_ms)
+    rates = {candidate.config.family: candidate.flops_per_ms for candidate, _ in near}
+    if len({candidate.entry.bucket for candidate, _ in near}) > 1:
+        rates = _rates_at_one_size(rates, [each for each in usable if each.cost.bucket <= nearest + _NEIGHBOURS])
+    return max(near, key=lambda each: rates[each[0].config.family])
+
+
+def _rates_at_one_size(rates: dict[str, float], candidates: Sequence[_Candidate]) -> dict[str, float]:
+    """The families' operations a millisecond at the nearest spec and size that a table has of all, else ``rates``."""
+    measured: dict[tuple[int, str, KernelSpec, Bucket], dict[str, float]] = {}
+    for each in candidates:  # sorted by cost: the nearest first
+        if is_measured(each.entry) and each.config.family in rates:
+            size = (each.root, each.gpu, each.entry.spec, each.entry.bucket)
+            measured.setdefault(size, {}).setdefault(each.config.family, each.flops_per_ms)
+    return next((at_one for at_one in measured.values() if len(at_one) == len(rates)), rates)
 
 
 def _nearest(candidates: Sequence[_Candidate], template_hash: TemplateHash | None) -> tuple[_Candidate | None, bool]:

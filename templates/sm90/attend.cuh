@@ -19,7 +19,7 @@ FUNC void pass_turn(int group) { bar_arrive(kTurnBarrier + (group + 1 == kWarpgr
 
 // Where a consumer's warps meet before its P is read from shared memory.
 constexpr int kProbabilityBarrier = 1 + kWarpgroups;
-// And before its O is.
+// Where a consumer's warps meet at the end of a query tile.
 constexpr int kOutputBarrier = 1 + 2 * kWarpgroups;
 
 FUNC u32 key_tile(RingPosition at) { return smem_base() + kSmemK + at.stage * kKeyTileBytes; }

@@ -52,7 +52,7 @@ FUNC void wait_empty(u32 barriers, RingPosition at) {
 }
 
 // One thread speaks for its warpgroup: a wgmma is one operation of all four warps, so where it has waited for it, all
-// of them have read.
+// of them have read. Where there was none they have met at a barrier.
 FUNC bool is_group_leader() { return threadIdx.x % 128 == 0; }
 
 // This warpgroup is done with a stage.

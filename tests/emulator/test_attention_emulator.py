@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from fa2gen.errors import InfeasibleError
 from fa2gen.gate import check_forward
 from fa2gen.runtime import attention, describe
-from fa2gen.spec import FwdConfig
+from fa2gen.spec import FwdConfig, FwdSm90Config
 
 
 def _inputs(seqlen_q: int, seqlen_k: int, heads_q: int, heads_k: int, d: int, dtype: torch.dtype) -> list[Tensor]:
@@ -55,6 +56,19 @@ def test_config_is_obeyed() -> None:
     out = attention(q, k, v, backend="emulator", config=config)
     assert isinstance(out, Tensor)
     assert check_forward(out, None, q, k, v, causal=False).passed
+
+
+def test_configs_of_the_sm90_family_are_obeyed() -> None:
+    q, k, v = _inputs(70, 90, 4, 2, 59, torch.bfloat16)
+    config = FwdSm90Config(block_n=48, scheduler="dynamic")
+    assert describe(q, k, v, backend="emulator", config=config).config == config
+    out, lse = attention(q, k, v, softmax_scale=-0.2, causal=True, return_lse=True, backend="emulator", config=config)
+    assert check_forward(out, lse, q, k, v, causal=True, softmax_scale=-0.2).passed
+    few, odd = q[:, :3], k.new_zeros(1, 90, 2, 61)[..., :56]
+    with pytest.raises(InfeasibleError, match="TMA cannot read it: k has a row stride of 122 elements"):
+        attention(few[..., :56].contiguous(), odd, odd, backend="emulator", config=config)
+    with pytest.raises(InfeasibleError, match=r"block_m 32 .* warpgroups"):
+        attention(q, k, v, backend="emulator", config=FwdSm90Config(block_m=32))
 
 
 def test_a_default_device_is_for_other_tensors() -> None:

@@ -155,3 +155,17 @@ def test_levers_meet_each_other() -> None:
             block_m=128, block_n=64, q_stages=q_stages, p_in_smem=p_in_smem, overlap=overlap, ping_pong=ping_pong
         )
         _check(spec, config, q, k, v, num_sms=1, seed=1 + q_stages)
+
+
+@pytest.mark.parametrize("epilogue", ["tma", "direct"])
+@pytest.mark.parametrize("q_stages", [1, 2])
+@pytest.mark.parametrize("scheduler", ["static", "dynamic"])
+def test_blocks_that_walk_over_tiles_without_visible_keys(scheduler: str, q_stages: int, epilogue: str) -> None:
+    """No product makes a warpgroup's warps meet there; one of them must not be left behind by whole tiles."""
+    spec = KernelSpec(head_dim=16, causal=True)
+    config = FwdSm90Config(
+        block_m=64, block_n=16, q_stages=q_stages, ping_pong=False, scheduler=scheduler, epilogue=epilogue
+    )
+    q, k, v = _inputs(spec, 500, 20, 2)
+    for seed in range(4):
+        _check(spec, config, q, k, v, num_sms=1, seed=seed)

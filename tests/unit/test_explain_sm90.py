@@ -11,13 +11,16 @@ import pytest
 from fa2gen import explain as explain_module
 from fa2gen.commands.explain_json import explanation_json
 from fa2gen.commands.explain_text import WIDTH, explanation_text
+from fa2gen.errors import InfeasibleError
 from fa2gen.explain import Explanation, explain
 from fa2gen.explain_grid import Grid
 from fa2gen.hardware import get_gpu
 from fa2gen.problem import Problem
 from fa2gen.roofline import Roofline, executed_flops, tile_work
 from fa2gen.spec import FwdConfig, FwdSm90Config, KernelSpec, config_from_slug
+from fa2gen.tables import save_entries
 from fa2gen.tuning.prediction import Facts, Prediction
+from tests.tuning_fakes import entry
 
 H200 = get_gpu("h200")
 SPEC = KernelSpec(causal=True)
@@ -179,3 +182,17 @@ def test_other_chips_have_no_wgmma() -> None:
     e = explain(SPEC, PROBLEM, get_gpu("a100"), config=CONFIG, compile=False)
     assert e.selection.illegal
     assert e.selection.excluded == "family sm90 needs compute capability 9.0, sm_80 has no wgmma"
+
+
+@pytest.mark.parametrize("block_m", [32, 320])
+def test_configs_with_impossible_warpgroups_are_refused(block_m: int) -> None:
+    with pytest.raises(InfeasibleError, match=rf"block_m {block_m} is not 64 rows for each of 1 to 3 warpgroups"):
+        explained(config=FwdSm90Config(block_m=block_m, ping_pong=False))
+
+
+@pytest.mark.parametrize("block_m", [128, 640])
+def test_measured_times_are_of_configs_that_exist(block_m: int) -> None:
+    """A look-up passes over an entry that the family forbids, and the model knows no time of it."""
+    mine = entry(KernelSpec(), PROBLEM, ms=1.0, sms=H200.num_sms, kind="measured", family="sm90", block_m=block_m)
+    save_entries(H200, [mine])
+    assert (mine in [each.entry for each in explained(KernelSpec()).measured]) == (block_m == 128)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import Tensor
 
+import fa2gen
 from fa2gen.errors import ArgumentError, InfeasibleError
 from fa2gen.launch import fwd_plan
 from fa2gen.problem import Problem
@@ -85,7 +87,7 @@ def test_addresses_are_the_calls_own(device: FakeDevice) -> None:
 def test_a_forced_config_needs_tensors_that_tma_reads(device: FakeDevice) -> None:
     q, _, _ = call_inputs(seqlen_q=4)
     odd = torch.zeros(2, 203, 2, 67).bfloat16()[..., :64]
-    with pytest.raises(InfeasibleError, match="16-byte alignment"):
+    with pytest.raises(InfeasibleError, match="TMA cannot read it: k has a batch stride of 27202 elements"):
         attention(q, odd, odd, config=CONFIG)
     assert not device.launches
     # Many queries: the unaligned tensors are copied, and the copies can be read.
@@ -122,3 +124,10 @@ def test_no_repairs_to_count(device: FakeDevice) -> None:
     wanted = request.read_request(q, k, v, causal=False, softmax_scale=None, backend="auto")
     with pytest.raises(ArgumentError, match="repairs nothing"):
         plan_forward.build_plan(wanted, CONFIG, return_lse=False, repairs=torch.zeros(1))
+
+
+def test_configs_that_an_error_names_exist(device: FakeDevice) -> None:
+    with pytest.raises(ArgumentError, match="config must be a") as caught:
+        attention(*call_inputs(), config="sm90")  # type: ignore[arg-type]
+    names = re.findall(r"fa2gen\.(\w+)", str(caught.value))
+    assert [getattr(fa2gen, name) for name in names] == [FwdConfig, FwdSm90Config]

@@ -256,6 +256,19 @@ def test_families_are_compared_by_their_nearest_entries(find_hopper, relaxed, is
     assert find_hopper([], strict=True).entry == exact
 
 
+@pytest.mark.parametrize("stale", [False, True])
+def test_families_are_compared_at_one_size_where_they_have_one(find_hopper, stale):
+    """The longer of two lengths gives more operations a second, whichever family it is measured of."""
+    longer = Problem(4, 8192, 8192, 16, 16)
+    exact = both(problem=longer, sm80=4.0)[0]  # at twice its rate of half the length, and at that of the other family
+    slow, fast = both(sm80=2.0, sm90=1.1, **({"template": "old"} if stale else {}))
+    fast = replace(fast, provenance=exact.provenance)
+    options = {"template_hash": lambda kind, family: exact.provenance.template_hash}
+    # What is stale decides nothing.
+    wanted = exact if stale else fast
+    assert find_hopper([exact, slow, fast], problem=longer, **options).entry == wanted
+
+
 def test_far_sizes_tell_nothing_of_a_family(find_hopper):
     """Operations a second of long sequences say nothing of single queries."""
     one = Problem(8, 1, 4096, 16, 16)
