@@ -143,6 +143,8 @@ def _quick(cases: Cases, config: ForwardConfig) -> None:
     cases.add(1, block_n + 1)
     cases.add(5, 1, batch=2)
     cases.add(block_m + 1, 1, heads=3)  # an odd number of heads: the schedule's last section is smaller
+    if cases.spec.causal:  # query tiles without a key, several for each block that walks over tiles
+        cases.add(5 * block_m + 1, 1, heads=few)
     cases.add(17, 2 * block_n)  # whole tiles only
     cases.add(3, 0)
     cases.add(block_m + 3, block_n // 2 + 1)
