@@ -164,16 +164,22 @@ def match_config(request: Request, device_index: int, config: Config | None) -> 
         families = None if obstacle is None else ("sm80",)
         match = lookup(request.spec, key[1], gpu, template_hash=template_hash, families=families)
         _matches[key] = match
-        if match.stale and match.entry is None and gpu.name not in _warned:
+        if match.stale and (match.entry is None or match.lost_family) and gpu.name not in _warned:
             _warned.add(gpu.name)
-            warnings.warn(
-                f"the tuned entries for {gpu.name} are stale (the kernel templates have changed since) and passed "
-                f"over: {request.spec.slug()} runs its default config. To use them again: fa2gen table check "
-                f"--gpu {gpu.name} --regate",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+            warnings.warn(_staleness(request.spec, match, gpu), RuntimeWarning, stacklevel=2)
     return match
+
+
+def _staleness(spec: KernelSpec, match: Match, gpu: Gpu) -> str:
+    """What a call loses by stale entries, and what to do."""
+    if match.lost_family is None:
+        entries, runs = "tuned entries", "its default config"
+    else:
+        entries, runs = f"tuned entries of the {match.lost_family} family", f"a slower one of {match.config.family}"
+    return (
+        f"the {entries} for {gpu.name} are stale (the kernel templates have changed since) and passed over: "
+        f"{spec.slug()} runs {runs}. To use them again: fa2gen table check --gpu {gpu.name} --regate"
+    )
 
 
 def require_feasible(spec: KernelSpec, config: Config, gpu: Gpu) -> None:

@@ -49,6 +49,7 @@ class Match:
         gated: The entry itself is stale; its config passed the gate again with today's templates.
         changes: What of the entry's config the caller's spec forbids and was changed, in words; else ``""``.
         relaxed: All of ``SOURCES`` that were needed, the furthest first; empty for an exact match or the default.
+        lost_family: A faster family than the config's, passed over because all its entries are stale; else None.
     """
 
     config: Config
@@ -60,6 +61,7 @@ class Match:
     gated: bool = False
     changes: str = ""
     relaxed: tuple[str, ...] = ()
+    lost_family: str | None = None
 
     @property
     def origin(self) -> str:
@@ -141,7 +143,8 @@ def lookup(
     if found:
         usable = [candidate for candidate in candidates if candidate.is_usable(template_hash)]
         best, match = _between_families(exact if strict and exact else found, usable)
-        match = replace(match, stale=match.stale or any(each.flops_per_ms > best.flops_per_ms for each in lost))
+        faster = [each.config.family for each in lost if each.flops_per_ms > best.flops_per_ms]
+        match = replace(match, stale=match.stale or bool(faster), lost_family=faster[0] if faster else None)
     else:
         match = Match(default_config_on(spec, gpu.arch, families), DEFAULT_SOURCE, 0.0, bool(lost), None)
     if strict and match.source != "exact":

@@ -1,4 +1,4 @@
-"""The tables that ship: every entry is legal, current, and what the public call runs for its own sizes."""
+"""The tables that ship: every entry is legal, of today's templates or gated with them, and what a call runs for its sizes."""
 
 from __future__ import annotations
 
@@ -61,7 +61,8 @@ def test_every_entry_is_reachable_and_legal(path: Path) -> None:
             strict=True,
             families=(entry.config.family,),
         )
-        assert (match.source, match.entry, match.stale) == ("exact", entry, False), name
+        gated = entry.provenance.regate is not None
+        assert (match.source, match.entry, match.stale, match.gated) == ("exact", entry, gated, gated), name
     # Without a word of families the fastest of each kernel and size.
     fastest = _fastest(table.entries)
     for (spec, bucket), entry in fastest.items():
@@ -129,7 +130,8 @@ def test_the_public_call_runs_the_fastest_entries(path: Path, fake_gpu: Callable
             continue
         described = describe(q, k, v, causal=spec.causal)
         assert (described.spec, described.config, described.source) == (spec, entry.config, "exact")
-        assert (described.known, described.stale, described.gated) == (entry.measurement.kind, False, False)
+        gated = entry.provenance.regate is not None
+        assert (described.known, described.stale, described.gated) == (entry.measurement.kind, gated, gated)
         assert ("predicted by the performance model" in str(described)) == (entry.measurement.kind == "predicted")
         attention(q, k, v, causal=spec.causal)
         assert FakeKernel.launched[-1] == (spec, entry.config)

@@ -90,3 +90,21 @@ def test_a_farther_entry_of_today_serves_without_a_warning(tables: Path) -> None
         text = call(PROBLEM.seqlen_q)
     assert "(nearest bucket)" in text
     assert "nearer entries are stale" in text
+
+
+def test_a_faster_family_with_stale_entries_only_is_named(tables: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hopper = get_gpu("h200")
+    for module in (plan, describe_module):
+        monkeypatch.setattr(module, "device_gpu", lambda index: hopper)
+    monkeypatch.setattr(plan, "template_hash", lambda kind, family: {"sm80": "new", "sm90": "newer"}[family])
+    rows = [
+        entry(kind="measured", ms=ms, template="new", sms=hopper.num_sms, family=family)
+        for family, ms in (("sm80", 2.0), ("sm90", 1.0))
+    ]
+    save_entries(hopper, rows, root=tables)
+    with pytest.warns(RuntimeWarning, match=r"sm90 family for h200 are stale .* runs a slower one of sm80") as caught:
+        texts = [call(), call()]
+    assert len(caught) == 1
+    for text in texts:
+        assert "sm80" in text
+        assert "nearer entries are stale" in text

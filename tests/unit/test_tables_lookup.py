@@ -285,10 +285,11 @@ def test_a_stale_family_leaves_its_calls_to_the_other(find_hopper):
     today = {"sm80": "t", "sm90": "edited"}
     match = find_hopper(both(), template_hash=lambda kind, family: today[family])
     assert (match.config.family, match.stale, match.gated) == ("sm80", True, False)
+    assert match.lost_family == "sm90"
     # The slower one's staleness is nobody's business.
     today = {"sm80": "edited", "sm90": "t"}
     match = find_hopper([], template_hash=lambda kind, family: today[family])
-    assert (match.config.family, match.stale) == ("sm90", False)
+    assert (match.config.family, match.stale, match.lost_family) == ("sm90", False, None)
 
 
 def test_a_gated_entry_of_the_faster_family_is_used(find_hopper):
