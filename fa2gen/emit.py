@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from .codegen import render_kernels, template_hash
-from .constraints import default_config, infeasible_reason
+from .constraints import default_config_on, infeasible_reason
 from .emit_example import EXAMPLE_FILES, Call, example_files
 from .emit_manifest import EmittedKernel as EmittedKernel
 from .emit_manifest import manifest as manifest
@@ -38,7 +38,7 @@ def choose(
     Args:
         spec, gpu: What is computed, and on which chip.
         seqlen_q, seqlen_k: The lengths that the config is chosen for; ``seqlen_k`` defaults to ``seqlen_q``.
-        config: A config instead of the tuned one, or ``"default"``: the one that serves every chip.
+        config: A config instead of the tuned one, or ``"default"``: what runs where nothing is tuned.
 
     Raises:
         InfeasibleError: The given config is not legal for the spec on this GPU.
@@ -47,7 +47,7 @@ def choose(
     if config is None:
         match = lookup(spec, problem.bucket(gpu.num_sms), gpu, template_hash=template_hash)
     elif config == "default":
-        match = Match(default_config(spec), "default", 0, False, None)
+        match = Match(default_config_on(spec, gpu.arch), "default", 0, False, None)
     else:
         if reason := infeasible_reason(spec, config, gpu.arch):
             raise InfeasibleError(f"{config.slug()} cannot run {spec.slug()} on {gpu.name}: {reason}")

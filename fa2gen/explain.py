@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from .codegen import param_struct, render_kernel, template_hash
 from .compile import CompiledKernel, compile_kernel
-from .constraints import config_reason, default_config, estimate_registers, infeasible_reason, smem_bytes
+from .constraints import config_reason, default_config_on, estimate_registers, infeasible_reason, smem_bytes
 from .constraints_sm90 import MAX_WARPGROUPS, RegisterSplit, compile_target, register_split
 from .errors import CompileError, InfeasibleError, ToolchainError
 from .explain_grid import Grid as Grid
@@ -235,7 +235,8 @@ def _select(spec: KernelSpec, problem: Problem, gpu: Gpu, config: Config | str) 
     if config == "tuned":
         chosen, origin, why = match.config, "tuned", _why(match, spec, gpu, bucket.label())
     elif config == "default":
-        chosen, origin, why = default_config(spec), "default", "asked for; legal for every kernel on every GPU"
+        chosen = default_config_on(spec, gpu.arch)
+        origin, why = "default", f"asked for; what runs on {gpu.arch.target} where nothing is tuned"
     else:
         chosen = config_from_slug(spec.kind, config) if isinstance(config, str) else config
         origin, why = "given", "asked for"

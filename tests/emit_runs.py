@@ -33,11 +33,12 @@ def built(emitted: Path, cuda_include: Path, build: Path) -> Path:
         cwd=build, check=True, timeout=120,
     )  # fmt: skip
     # The folder's own Makefile finds cuda.h by itself.
-    subprocess.run(
+    made = subprocess.run(
         ["make", "attention", f"NVCC={find_nvcc().path}", f"CXX={find_host_compiler()}"]
         + ["CXXFLAGS=-O0 -Wall -Wextra -Werror", "LDFLAGS=-L. -Wl,-rpath,'$$ORIGIN'"],
-        cwd=build, check=True, timeout=240,
+        cwd=build, check=True, timeout=240, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
+    assert not made.stderr  # notes, such as gcc's of how large structs are passed, are no errors
     for kernel in build.glob("*.cu"):
         kernel.with_suffix(".cubin").write_bytes(b"stub")
     return build

@@ -12,9 +12,10 @@ from torch import Tensor
 from fa2gen import __version__
 from fa2gen.codegen import kernels_of
 from fa2gen.compile import compile_many, kernel_source
-from fa2gen.constraints import default_config, infeasible_reason
+from fa2gen.constraints import default_config_on, infeasible_reason
 from fa2gen.constraints_sm90 import compile_target
 from fa2gen.errors import UnsupportedError
+from fa2gen.hardware import Gpu
 from fa2gen.problem import Problem
 from fa2gen.runtime import Description, attention, describe, warmup, warmup_specs
 from fa2gen.runtime.plan import device_gpu, require_feasible
@@ -29,10 +30,17 @@ from .peers import Call, Implementation, Peer
 Choice = Config | str
 
 
+def _gpu() -> Gpu:
+    return device_gpu(torch.cuda.current_device())
+
+
 def forced_config(choice: Choice, spec: KernelSpec) -> Config | None:
-    """The config to force for a spec; None where the tables choose, as for the kind that a config is not of."""
+    """The config to force for a spec on torch's current device; None where the tables choose.
+
+    So they do for the kind that a config is not of.
+    """
     if isinstance(choice, str):
-        return default_config(spec) if choice == "default" else None
+        return default_config_on(spec, _gpu().arch) if choice == "default" else None
     return choice if type(choice) in FAMILIES[spec.kind].values() else None
 
 
@@ -45,7 +53,7 @@ def require_config(choice: Choice, specs: Sequence[KernelSpec]) -> None:
     for spec in specs:
         config = forced_config(choice, spec)
         if config is not None:
-            require_feasible(spec, config, device_gpu(torch.cuda.current_device()))
+            require_feasible(spec, config, _gpu())
 
 
 def compile_ahead(cells: Sequence[Cell], choice: Choice, *, online: bool = False, deterministic: bool = False) -> None:
@@ -66,7 +74,7 @@ def compile_ahead(cells: Sequence[Cell], choice: Choice, *, online: bool = False
     kernels = [(spec, config) for spec, config in zip(specs, configs, strict=True) if config is not None]
     if online:
         kernels += [(spec, _online(config)) for spec, config in kernels if isinstance(config, FwdConfig)]
-    gpu = device_gpu(torch.cuda.current_device())
+    gpu = _gpu()
     legal = [pair for pair in dict.fromkeys(kernels) if infeasible_reason(*pair, gpu.arch) is None]
     compile_many(
         [

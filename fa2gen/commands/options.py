@@ -170,8 +170,8 @@ def config_option(verb: str) -> Callable[[_Command], _Command]:
         "--config",
         default="tuned",
         metavar="CONFIG",
-        help=f"Config to {verb}: tuned (what the tables choose), default (legal on every GPU), a name such as "
-        f"{FwdConfig().slug()}, {FwdSm90Config().slug()} or, of a backward, {BwdConfig().slug()}, "
+        help=f"Config to {verb}: tuned (what the tables choose), default (what runs where nothing is tuned), a "
+        f"name such as {FwdConfig().slug()}, {FwdSm90Config().slug()} or, of a backward, {BwdConfig().slug()}, "
         "or JSON such as '{\"block_m\": 64}'. "
         "[default: tuned]",
     )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from ..constraints import default_config, infeasible_reason
+from ..constraints import default_config, default_config_on, infeasible_reason
 from ..errors import ArgumentError, EmulatorError, InfeasibleError, LaunchError
 from ..hardware import Gpu, arch_limits
 from ..problem import Problem
@@ -181,8 +181,10 @@ def _choose_config(
         if reason := infeasible_reason(spec, asked, arch):
             raise InfeasibleError(f"{asked.slug()} cannot run {spec.slug()} on {title}: {reason}")
         return asked, "given"
-    if gpu is None or asked == "default":
+    if gpu is None:
         return default_config(spec), "default"
+    if asked == "default":
+        return default_config_on(spec, gpu.arch), "default"
     from ..codegen import template_hash
     from ..tables import lookup
     from ..tuning.report import usual_problem

@@ -22,7 +22,7 @@ from fa2gen.emit_example import Call, example_files
 from fa2gen.hardware import get_gpu
 from fa2gen.launch import LaunchPlan, fwd_plan
 from fa2gen.problem import Problem
-from fa2gen.spec import FwdSm90Config, KernelSpec
+from fa2gen.spec import FwdConfig, FwdSm90Config, KernelSpec
 from fa2gen.tensor_map import BYTES
 from tests.emit_runs import BATCH, NUM_HEADS_K, SEQLEN_K, SEQLEN_Q, built, launched, require_formatted, run_example
 from tests.sm90_covering import TARGET
@@ -186,7 +186,7 @@ def test_manifest_rules(folder: tuple[Path, dict[str, Any]]) -> None:
 
 def test_families_share_a_folder(cuda_include: Path, tmp_path: Path) -> None:
     """As tuned tables may have it: each kernel gets its own parameters."""
-    kernels = [(KernelSpec(head_dim=64, causal=True), "default"), *KERNELS[:2]]
+    kernels = [(KernelSpec(head_dim=64, causal=True), FwdConfig()), *KERNELS[:2]]
     out, form = written(kernels, tmp_path / "out")
     require_formatted(out / "main.cpp")
     example = built(out, cuda_include, tmp_path / "example")

@@ -14,6 +14,7 @@ from fa2gen.spec import FwdConfig, FwdSm90Config
 from tests.fuzz_calls import (
     LAYOUTS,
     Call,
+    PoolKernel,
     bad_call,
     check_result,
     draw_call,
@@ -22,24 +23,34 @@ from tests.fuzz_calls import (
     make_tensors,
 )
 
-ARCH = arch_limits((8, 0))
-POOL = kernel_pool(ARCH, count=8, from_tables=1, max_head_dim=64)
+POOL = kernel_pool(arch_limits((8, 0)), count=8, from_tables=1, max_head_dim=64)
 # The last one reads single elements.
 KERNELS = [0, 5, 7]
+SM90_POOL = [
+    kernel
+    for kernel in kernel_pool(arch_limits((9, 0)), count=40, from_tables=1, max_head_dim=64)
+    if isinstance(kernel.config, FwdSm90Config)
+]
+# One to three warpgroups, both schedulers, both epilogues, P from registers and from shared memory.
+SM90_KERNELS = [2, 8, 10]
 
 
-def _calls(pool_number: int, count: int) -> list[Call]:
-    pool, first = [POOL[pool_number]], 8 * pool_number
+def _calls(kernel: PoolKernel, number: int, count: int) -> list[Call]:
+    pool, first = [kernel], 8 * number
     return [
         draw_call(seed, pool, max_length=130, max_pairs=8_000, max_elements=60_000)
         for seed in range(first, first + count)
     ]
 
 
-@pytest.mark.parametrize("number", KERNELS)
-def test_random_calls(number: int) -> None:
+@pytest.mark.parametrize(
+    ("kernel", "number"),
+    [(POOL[number], number) for number in KERNELS] + [(SM90_POOL[number], number) for number in SM90_KERNELS],
+    ids=[f"sm80-{number}" for number in KERNELS] + [f"sm90-{number}" for number in SM90_KERNELS],
+)
+def test_random_calls(kernel: PoolKernel, number: int) -> None:
     """Five seeds of each kernel; a call after the fourth is refused."""
-    for call in _calls(number, 5):
+    for call in _calls(kernel, number, 5):
         q, k, v = make_tensors(call, "cpu")
         result = attention(q, k, v, backend="emulator", **call.options)
         report = check_result(call, result, q, k, v)

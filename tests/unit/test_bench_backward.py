@@ -275,7 +275,8 @@ def test_sdpa_s_gradients_on_the_cpu_stand_in_for_the_gpu_s() -> None:
     assert all(isinstance(one.outcomes[name], Timing) for one in rows for name in ("fa2", "cudnn"))
 
 
-def test_configs_are_forced_on_their_kind() -> None:
+def test_configs_are_forced_on_their_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(own, "_gpu", lambda: get_gpu("h200"))
     forward, backward = KernelSpec(head_dim=64), KernelSpec("bwd", head_dim=64)
     config = BwdConfig(block_m=32)
     assert own.forced_config("tuned", backward) is None

@@ -13,7 +13,7 @@ from fa2gen.bench import machine, own, peers
 from fa2gen.bench.cells import Cell, make_cells, make_inputs
 from fa2gen.bench.peers import PEERS, Peer, find_peers
 from fa2gen.bench.rows import Refusal, Timing
-from fa2gen.constraints import default_config
+from fa2gen.constraints import default_config, default_config_of
 from fa2gen.errors import UnsupportedError
 from fa2gen.hardware import get_gpu
 from fa2gen.problem import Problem
@@ -41,10 +41,13 @@ def test_kernels_are_compiled_ahead_once_each(monkeypatch: pytest.MonkeyPatch) -
     assert len(compiled) == 4
 
 
-def test_configs_chosen() -> None:
+def test_configs_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     config, spec = FwdConfig(block_m=64, num_warps=2), KernelSpec(head_dim=64)
+    gpus = iter([get_gpu("a100"), get_gpu("h200")])
+    monkeypatch.setattr(own, "_gpu", lambda: next(gpus))
     assert own.forced_config("tuned", spec) is None
     assert own.forced_config("default", spec) == default_config(spec)
+    assert own.forced_config("default", spec) == default_config_of(spec, "sm90")
     assert own.forced_config(config, spec) is config
 
 

@@ -13,7 +13,7 @@ import pytest
 from fa2gen.codegen import template_hash
 from fa2gen.commands.explain_json import explanation_json
 from fa2gen.commands.explain_text import WIDTH, explanation_text
-from fa2gen.constraints import default_config, infeasible_reason
+from fa2gen.constraints import default_config, default_config_of, infeasible_reason
 from fa2gen.errors import ArgumentError, UnsupportedError
 from fa2gen.explain import Explanation, explain, group_exclusions
 from fa2gen.hardware import Gpu, get_gpu
@@ -282,6 +282,7 @@ def test_config_names() -> None:
         assert FwdConfig.from_slug(config.slug()) == config
     assert explained(config=PLAIN.slug()).selection.config == explained(config=PLAIN).selection.config == PLAIN
     assert explained(config="default").selection.config == default_config(SPEC)
+    assert explained(config="default", gpu=get_gpu("h200")).selection.config == default_config_of(SPEC, "sm90")
     for bad in ("", "fastest", PLAIN.slug() + "x", PLAIN.slug().replace("online", "none"), "sm90_" + PLAIN.slug()[5:]):
         with pytest.raises(ArgumentError):
             explained(config=bad)

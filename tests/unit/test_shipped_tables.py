@@ -1,4 +1,4 @@
-"""The tables that ship: every entry is legal, of today's templates or gated with them, and what a call runs for its sizes."""
+"""The tables that ship: legal entries, of today's templates or gated with them, that calls of their sizes run."""
 
 from __future__ import annotations
 
