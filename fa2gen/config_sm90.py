@@ -111,7 +111,7 @@ class FwdSm90Config(Canonical):
             ArgumentError: Not a config's slug, or a value that is not legal.
         """
         match = re.fullmatch(
-            r"sm90_(\d{1,6})x(\d{1,6})_st(\d{1,6})_q(\d{1,6})(_ps)?(_ov)?(_pp)?_([a-z]+)_([a-z]+)", slug, re.ASCII
+            r"sm90_(\d{1,6})x(\d{1,6})_st(\d{1,6})_q(\d{1,6})(_ps)?(_ov)?(_pp)?_([a-z]{3,})_([a-z]+)", slug, re.ASCII
         )
         if match is None:
             raise ArgumentError(f"config must read like {cls().slug()}, got {slug!r}")

@@ -8,7 +8,7 @@ import pytest
 
 from fa2gen.errors import ArgumentError, UnsupportedError
 from fa2gen.problem import Bucket, Problem
-from fa2gen.spec import FwdConfig, KernelSpec
+from fa2gen.spec import FwdConfig, FwdSm90Config, KernelSpec
 
 
 @pytest.mark.parametrize(
@@ -72,6 +72,20 @@ def test_keys_are_stable_across_releases():
 def test_slugs_have_ascii_digits(slug):
     with pytest.raises(ArgumentError, match="config must read like"):
         FwdConfig.from_slug(slug)
+
+
+def test_every_part_of_a_slug_is_needed():
+    config = FwdSm90Config(p_in_smem=True, overlap=True, ping_pong=True)
+    parts = config.slug().split("_")
+    assert FwdSm90Config.from_slug("_".join(parts)) == config
+    optional = {"ps": "p_in_smem", "ov": "overlap", "pp": "ping_pong"}
+    for number, part in enumerate(parts):
+        rest = "_".join(parts[:number] + parts[number + 1 :])
+        if part in optional:
+            assert FwdSm90Config.from_slug(rest) == dataclasses.replace(config, **{optional[part]: False})
+        else:
+            with pytest.raises(ArgumentError, match="config must read like"):
+                FwdSm90Config.from_slug(rest)
 
 
 @pytest.mark.parametrize("fields", [{"alignment": 2.0}, {"alignment": 16.0}, {"dtype": [["bf16"]]}])
