@@ -133,6 +133,18 @@ def test_logits_that_grow_along_the_keys(amount: float, overlap: bool) -> None:
     _check(spec, config, q, k, v)
 
 
+def test_many_small_weights_count_beside_a_large_one() -> None:
+    """A weight of e^-17 is below half a unit in the last place of 1: added one by one to it, all are lost.
+
+    The lane that has the large one would then lack a quarter of the others: 1.7e-4 of the sum, where 1e-4 is allowed.
+    """
+    spec = KernelSpec(head_dim=8)
+    config = FwdSm90Config(block_m=64, block_n=128, ping_pong=False)
+    q, k, v = (torch.zeros(1, seqlen, 1, 8, dtype=torch.bfloat16) for seqlen in (1, 16384, 16384))
+    q[..., 0], k[:, -1, :, 0] = 17.0 * math.sqrt(8), 1.0
+    _check(spec, config, q, k, v)
+
+
 def test_a_config_for_other_chips_is_refused() -> None:
     spec = KernelSpec(head_dim=59, alignment=2)
     with pytest.raises(InfeasibleError, match="TMA, which needs 16-byte alignment"):

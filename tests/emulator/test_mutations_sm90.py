@@ -246,7 +246,12 @@ MUTATIONS = {
         "}\n\n// O += P V of",
         {NUMBERS},
     ),
-    "the sum is not rescaled": (CONFIG, "    softmax.row_sum[r] *= alpha[r];\n", "", {NUMBERS}),
+    "the sum is not rescaled": (
+        CONFIG,
+        "fma_f32(softmax.row_sum[r], alpha[r], tile_sum[r])",
+        "softmax.row_sum[r] + tile_sum[r]",
+        {NUMBERS},
+    ),
     "the second product starts anew": (CONFIG, "step > 0 || accumulate", "step > 0", {NUMBERS}),
     "the wrong warpgroup's rows": (
         DIRECT,
