@@ -51,14 +51,17 @@ FUNC void online_softmax(ScoreTile& acc_s, SoftmaxState& softmax, float (&alpha)
     softmax.row_max[r] = new_max;
     large = large || abs_f32(reference[r] * scale_log2) > kLargeReference;
   }
+  // The rare case only prepares, so that one basic block goes from the exponents to the fragments of P. With the
+  // exponents in a branch of each case, ptxas puts the sums, the conversion of P and the rescaling of O behind them; in
+  // one block they run while ex2 does: H200, 28 kernels and sizes, 0.98 to 1.17 times as fast, 1.05 in the mean.
   if (any_lane(large)) {
 #pragma unroll
-    for (int i = 0; i < kBlockN / 2; i++) acc_s[i] = ex2((acc_s[i] - reference[i / 2 % 2]) * scale_log2);
-  } else {
-#pragma unroll
-    for (int i = 0; i < kBlockN / 2; i++)
-      acc_s[i] = ex2(fma_f32(acc_s[i], scale_log2, -(reference[i / 2 % 2] * scale_log2)));
+    for (int i = 0; i < kBlockN / 2; i++) acc_s[i] -= reference[i / 2 % 2];
+    reference[0] = reference[1] = 0.f;
   }
+#pragma unroll
+  for (int i = 0; i < kBlockN / 2; i++)
+    acc_s[i] = ex2(fma_f32(acc_s[i], scale_log2, -(reference[i / 2 % 2] * scale_log2)));
   // A tile's keys are added to each other first. Added to l one by one, many small p are lost beside a large one: with
   // 2^22 keys, one of them 16 above the others' mean logit, l lacked 0.2 % on an H200.
   float tile_sum[2] = {acc_s[0] + acc_s[1], acc_s[2] + acc_s[3]};
