@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +10,9 @@ import pytest
 
 from fa2gen.bench.rows import OWN, Benchmark, Timing, read
 from fa2gen.bench.summary import summarise
+from fa2gen.problem import Bucket
+from fa2gen.spec import KernelSpec
+from fa2gen.tables.store import load_table, package_dir, table_path
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
@@ -50,9 +54,28 @@ def test_readme_s_figures() -> None:
         assert text in README, f"README lacks: {text}"
 
 
-def test_readme_s_figures_of_fp16() -> None:
-    fa2, _ = summarise(read(ROOT / "benchmarks" / "results" / "h200_forward_fp16.json").rows, ["fa2", "cudnn"])
-    assert f"fp16, with tables of its own: {fa2.geomean:.2f} ×, {fa2.worst:.2f} in the worst cell" in README
+def test_readme_s_figures_of_the_sm80_family() -> None:
+    bf16, _ = summarise(read(ROOT / "benchmarks" / "results" / "h200_forward_sm80_bf16.json").rows, ["fa2", "cudnn"])
+    fp16, _ = summarise(read(ROOT / "benchmarks" / "results" / "h200_forward_fp16.json").rows, ["fa2", "cudnn"])
+    for text in (
+        f"{bf16.geomean:.2f} × FlashAttention-2 over the same cells, {bf16.worst:.2f} in the worst",
+        f"fp16, with tables of its own: {fp16.geomean:.2f} ×, {fp16.worst:.2f} in the worst cell",
+    ):
+        assert text in README, f"README lacks: {text}"
+
+
+def test_readme_s_figures_of_both_families() -> None:
+    times: dict[tuple[KernelSpec, Bucket], dict[str, float]] = {}
+    table = load_table(table_path(package_dir(), "h200", "fwd"))
+    assert table is not None
+    for entry in table.entries:
+        times.setdefault((entry.spec, entry.bucket), {})[entry.config.family] = entry.measurement.ms
+    ratios = [of["sm80"] / of["sm90"] for of in times.values() if len(of) == 2]
+    text = (
+        f"{len(ratios)} kernels and sizes, the `sm90` one is {min(ratios):.2f} to {max(ratios):.2f} times as fast, "
+        f"{statistics.geometric_mean(ratios):.2f} in the geometric mean"
+    )
+    assert text in README, f"README lacks: {text}"
 
 
 def test_readme_s_figures_of_the_host() -> None:
