@@ -24,8 +24,9 @@ from fa2gen.reference import attention_forward, plain16_forward, weight_noise
 
 UNIT_ROUNDOFF = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 # Fewest columns whose maximum is a fair size of a row's error. By the bare rule 4 % of a right kernel's rows are wrong
-# at 1 column. In fp16, with a causal mask and a query that all rows share, the worst of a million rows is at 1.03 of
-# the limit at 32 columns, 0.99 at 40 and 0.86 at 64; with the noise, at 0.56 below 64.
+# at 1 column. In fp16, with a causal mask and a query that all rows share, the worst of 700,000 rows of an emulated
+# kernel is at 1.03 of the limit at 32 columns, and of a million simulated ones at 0.99 at 40 and 0.86 at 64; with the
+# noise, both are at 0.56 below 64.
 FEWEST_COLUMNS = 64
 
 
