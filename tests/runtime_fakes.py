@@ -26,6 +26,7 @@ class FakeKernel:
 
     def launcher(self, grid: Any, block: Any) -> Callable[[bytes, int], None]:
         def launch(params: bytes, stream: int) -> None:
+            self.device.at_launch()
             self.launches.append((grid, block, params, stream))
             self.device.order.append((self.name, params))
 
@@ -50,6 +51,7 @@ class FakeDevice:
         kernels: What was loaded, in order.
         order: Name and parameters of every launch, in order.
         together: How many kernels were compiled at once, each time.
+        at_launch: Called before a launch is recorded.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, gpu: str = "a100") -> None:
@@ -57,6 +59,7 @@ class FakeDevice:
         self.kernels: list[FakeKernel] = []
         self.order: list[tuple[str, bytes]] = []
         self.together: list[int] = []
+        self.at_launch: Callable[[], None] = lambda: None
         self.capturing = False
         self.compiler_error: Exception | None = None
         monkeypatch.setattr(request, "_backend", lambda backend, device: "cuda")

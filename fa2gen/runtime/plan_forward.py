@@ -19,9 +19,9 @@ from . import plan
 from .plan import Addresses, Plan, RecordedPlan
 from .request import Request
 
-# (addresses of q, k, v, output and LSE) -> the kernel's parameters. They are new for every call, so that threads may
+# Packs the addresses of q, k, v, output and LSE, and launches. Parameters are new for every call, so that threads may
 # share a plan.
-_Packer = Callable[[int, int, int, int, int], bytes]
+_Launcher = Callable[[int, int, int, int, int], None]
 
 
 def build_plan(request: Request, config: ForwardConfig, *, return_lse: bool, repairs: Tensor | None = None) -> Plan:
@@ -63,24 +63,24 @@ def build_plans(
     dtype = plan._torch_dtype(request.spec)
     out_shape, lse_shape = (p.batch, p.seqlen_q, p.num_heads_q, head_dim), (p.batch, p.num_heads_q, p.seqlen_q)
     lse_strides = (p.num_heads_q * p.seqlen_q, p.seqlen_q, 1)
-    empty, raw_stream, float32 = plan._empty_function(request.device), plan._raw_stream_function(), torch.float32
+    empty, float32 = plan._empty_function(request.device), torch.float32
     if isinstance(config, FwdSm90Config):
         if repairs is not None:
             raise ArgumentError(f"config {config.slug()} repairs nothing: its softmax is online")
-        pack = _sm90_packer(launch_plan, index, empty)
+        run_kernel = _sm90_launcher(launch_plan, launch_kernel, index, empty)
     else:
-        pack = _sm80_packer(launch, 0 if repairs is None else repairs.data_ptr())
+        run_kernel = _sm80_launcher(launch, launch_kernel, index, 0 if repairs is None else repairs.data_ptr())
 
     def run(q_ptr: int, k_ptr: int, v_ptr: int) -> Tensor:
         out = empty(out_shape, out_strides, dtype)
-        launch_kernel(pack(q_ptr, k_ptr, v_ptr, out.data_ptr(), 0), raw_stream(index))
+        run_kernel(q_ptr, k_ptr, v_ptr, out.data_ptr(), 0)
         return out
 
     def record(q_ptr: int, k_ptr: int, v_ptr: int) -> tuple[Tensor, Tensor, Addresses]:
         out = empty(out_shape, out_strides, dtype)
         lse = empty(lse_shape, lse_strides, float32)
         out_ptr, lse_ptr = out.data_ptr(), lse.data_ptr()
-        launch_kernel(pack(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr), raw_stream(index))
+        run_kernel(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr)
         return out, lse, (q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr)
 
     def run_with_lse(q_ptr: int, k_ptr: int, v_ptr: int) -> tuple[Tensor, Tensor]:
@@ -90,19 +90,21 @@ def build_plans(
     return run, run_with_lse, record
 
 
-def _sm80_packer(launch: Launch, repairs_ptr: int) -> _Packer:
+def _sm80_launcher(launch: Launch, launch_kernel: plan.LaunchKernel, index: int, repairs_ptr: int) -> _Launcher:
     pointers = param_struct(launch.kernel, "sm80").pointers
-    pack_pointers = plan.pointer_packer(len(pointers))
+    pack_pointers, raw_stream = plan.pointer_packer(len(pointers)), plan._raw_stream_function()
     tail = launch.params[8 * len(pointers) :]
 
-    def pack(q_ptr: int, k_ptr: int, v_ptr: int, out_ptr: int, lse_ptr: int) -> bytes:
+    def run_kernel(q_ptr: int, k_ptr: int, v_ptr: int, out_ptr: int, lse_ptr: int) -> None:
         # One concatenation costs 0.1 us.
-        return pack_pointers(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, repairs_ptr) + tail
+        launch_kernel(pack_pointers(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, repairs_ptr) + tail, raw_stream(index))
 
-    return pack
+    return run_kernel
 
 
-def _sm90_packer(launch_plan: LaunchPlan, index: int, empty: plan.Empty) -> _Packer:
+def _sm90_launcher(
+    launch_plan: LaunchPlan, launch_kernel: plan.LaunchKernel, index: int, empty: plan.Empty
+) -> _Launcher:
     (launch,) = launch_plan.launches
     struct_of = param_struct(launch.kernel, "sm90")
     q_map, k_map, v_map, o_map = launch.tensor_maps
@@ -110,20 +112,21 @@ def _sm90_packer(launch_plan: LaunchPlan, index: int, empty: plan.Empty) -> _Pac
     o = _no_map if o_map is None else map_packer(o_map, index)
     pack_pointers = struct.Struct(f"{len(struct_of.pointers)}P").pack
     tail = launch.params[struct_of.pointers_at + 8 * len(struct_of.pointers) :]
-    int64, join = torch.int64, b"".join  # a third less time than adding up
+    raw_stream, int64, join = plan._raw_stream_function(), torch.int64, b"".join  # a third less time than adding up
 
-    def pack(q_ptr: int, k_ptr: int, v_ptr: int, out_ptr: int, lse_ptr: int) -> bytes:
-        return join((q(q_ptr), k(k_ptr), v(v_ptr), o(out_ptr), pack_pointers(out_ptr, lse_ptr, 0), tail))
+    def run_kernel(q_ptr: int, k_ptr: int, v_ptr: int, out_ptr: int, lse_ptr: int) -> None:
+        params = join((q(q_ptr), k(k_ptr), v(v_ptr), o(out_ptr), pack_pointers(out_ptr, lse_ptr, 0), tail))
+        launch_kernel(params, raw_stream(index))
 
-    def pack_with_tickets(q_ptr: int, k_ptr: int, v_ptr: int, out_ptr: int, lse_ptr: int) -> bytes:
-        # A word of each call's own: launches of several streams must not share one. It may be given up at once, since
-        # the allocator hands it out again to what runs later on this stream only.
+    def run_with_tickets(q_ptr: int, k_ptr: int, v_ptr: int, out_ptr: int, lse_ptr: int) -> None:
+        # A word of each call's own: launches of several streams must not share one. It is held until the kernel is
+        # launched: from then on the allocator hands it only to what runs later on this stream. Given up before, it may
+        # become part of another thread's output, whose kernel is launched first.
         tickets = empty((1,), (1,), int64)
-        return join(
-            (q(q_ptr), k(k_ptr), v(v_ptr), o(out_ptr), pack_pointers(out_ptr, lse_ptr, tickets.data_ptr()), tail)
-        )
+        pointers = pack_pointers(out_ptr, lse_ptr, tickets.data_ptr())
+        launch_kernel(join((q(q_ptr), k(k_ptr), v(v_ptr), o(out_ptr), pointers, tail)), raw_stream(index))
 
-    return pack_with_tickets if launch_plan.workspaces else pack
+    return run_with_tickets if launch_plan.workspaces else run_kernel
 
 
 def _no_map(address: int) -> bytes:

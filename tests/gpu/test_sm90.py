@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -136,6 +137,18 @@ def test_launches_on_several_streams_at_a_time(scheduler: str) -> None:
             results.append(attention(q, k, v, causal=True, config=config))
     torch.cuda.synchronize()
     assert all(torch.equal(out, expected) for out in results)
+
+
+@pytest.mark.parametrize("scheduler", ["static", "dynamic"])
+def test_launches_of_several_threads(scheduler: str) -> None:
+    """All on the default stream: they allocate in one order and may launch in another."""
+    q, k, v = _inputs(KernelSpec(), 1, 113, 203, 4)
+    config = fast_config(128, scheduler)
+    expected, expected_lse = attention(q, k, v, return_lse=True, config=config)
+    with ThreadPoolExecutor(8) as pool:
+        results = list(pool.map(lambda _: attention(q, k, v, return_lse=True, config=config), range(4000)))
+    wrong = sum(not (torch.equal(out, expected) and torch.equal(lse, expected_lse)) for out, lse in results)
+    assert wrong == 0, f"{wrong} of {len(results)}"
 
 
 @pytest.mark.parametrize("scheduler", ["static", "dynamic"])

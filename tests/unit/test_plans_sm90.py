@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -71,6 +72,26 @@ def test_every_call_has_a_ticket_word_of_its_own(device: FakeDevice, monkeypatch
     words = [unpacked(params, family="sm90")["tickets"] for _, _, params, _ in device.launches]
     assert len({*words}) == 3
     assert words == [x.data_ptr() for x in kept if x.dtype == torch.int64]
+
+
+def test_the_ticket_word_is_held_until_the_launch(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Given up before, another thread may take its memory for an output, and launch first."""
+    words: list[weakref.ref[Tensor]] = []
+    alive: list[bool] = []
+    empty = plan._empty_function(torch.device("cpu"))
+
+    def watched(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        new = empty(shape, strides, dtype)
+        if dtype == torch.int64:
+            words.append(weakref.ref(new))
+        return new
+
+    monkeypatch.setattr(plan, "_empty_function", lambda device: watched)
+    device.at_launch = lambda: alive.append(words[-1]() is not None)
+    for return_lse in (False, True):
+        attention(*call_inputs(), return_lse=return_lse, config=DYNAMIC)
+    assert alive == [True, True]
+    assert all(word() is None for word in words)
 
 
 def test_addresses_are_the_calls_own(device: FakeDevice) -> None:
