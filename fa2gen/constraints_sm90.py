@@ -32,6 +32,8 @@ TILE_NUMBERS_BYTES = _TILE_SLOTS * _TILE_NUMBER_BYTES
 _REGISTERS_BESIDES = 24
 # Registers that an instruction with so many accumulators takes besides, of the launch's share: ptxas counts by that.
 _INSTRUCTION_REGISTERS = 26
+# Those of A, where it comes from registers.
+_FRAGMENT_REGISTERS = 4
 
 
 @dataclass(frozen=True)
@@ -140,6 +142,11 @@ def infeasible_reason(spec: KernelSpec, config: FwdSm90Config, arch: ArchLimits)
     smem = smem_plan(spec, config).total
     if smem > arch.max_smem_per_block:
         return f"{smem} bytes of shared memory, {arch.target} grants a block {arch.max_smem_per_block}"
+    share, fragment = _launch_registers(config), 0 if config.p_in_smem else _FRAGMENT_REGISTERS
+    if output_columns(spec.head_dim) // 2 + fragment + _INSTRUCTION_REGISTERS > share:
+        return (
+            f"head_dim {spec.head_dim}: a warpgroup's P V takes more than the {share} registers of the launch's share"
+        )
     registers, available = estimate_registers(spec, config), consumer_registers(config)
     if registers > available:
         return f"at least {registers} registers a thread, {config.warpgroups} consumers have {available}"

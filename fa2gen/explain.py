@@ -181,7 +181,7 @@ class Explanation:
     @property
     def tflops(self) -> float:
         """Predicted rate over ``flops``, TFLOP/s; 0 where the kernel cannot run."""
-        return self.flops / self.prediction.ms / 1e9
+        return 0.0 if self.selection.illegal else self.flops / self.prediction.ms / 1e9
 
     def smem_areas(self) -> list[Area]:
         """Each tile in shared memory, by address."""

@@ -349,5 +349,7 @@ def config_from_slug(kind: str, slug: str) -> Config:
         ArgumentError: Not a config's slug, or a value that is not legal.
     """
     family = slug.partition("_")[0]
+    if re.fullmatch(r"sm\d+", family, re.ASCII) and family not in FAMILIES[kind]:
+        raise ArgumentError(f"config {slug!r} is of family {family}; {kind} has {' and '.join(FAMILIES[kind])}")
     first = next(iter(FAMILIES[kind]))
     return config_class(kind, family if family in FAMILIES[kind] else first).from_slug(slug)

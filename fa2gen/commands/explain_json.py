@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
 from ..explain import Explanation, MeasuredTime
@@ -86,7 +85,7 @@ def explanation_json(e: Explanation, *, list_excluded: bool = False) -> dict[str
         "prediction": {
             "model_version": model_version(e.spec.kind, e.selection.config.family),
             "validity": validity(e.gpu, e.spec.kind, e.selection.config.family),
-            "ms": e.prediction.ms if math.isfinite(e.prediction.ms) else None,
+            "ms": e.prediction.ms if e.tflops else None,
             "tflops": e.tflops,
             "limit": e.prediction.limit,
             "ms_by_resource": e.prediction.shares,

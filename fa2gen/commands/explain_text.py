@@ -235,6 +235,8 @@ def _time(e: Explanation) -> Iterator[str]:
     yield "Time"
     if prediction.blocks_per_sm == 0:
         yield from _row("predicted", "none: no block fits an SM")
+    elif e.selection.illegal:
+        yield from _row("predicted", "none: there is no such kernel")
     else:
         share = e.tflops / e.roofline.peak_tflops
         peak = f"{share:.0%} of the peak" if share >= 0.1 else f"{100 * share:.2g}% of the peak"

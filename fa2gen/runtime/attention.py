@@ -72,7 +72,7 @@ def attention(
     Raises:
         ArgumentError: An argument is not legal; the message names it. Raised before anything is launched.
         InfeasibleError: ``config`` is not legal for this call on this GPU, or ``backward_config`` for its gradients.
-        ToolchainError: A kernel has to be compiled and there is no nvcc.
+        ToolchainError: A kernel has to be compiled and there is no nvcc, or on Hopper cuda-bindings is missing.
         LaunchError: A kernel would have to be compiled during CUDA-graph capture, or the driver refused.
     """
     if _is_compiling():

@@ -24,8 +24,8 @@ def tma_obstacle(request: Request) -> str | None:
         reason = tma_reason(name, (p.batch, rows, heads, spec.head_dim), request.strides[name], 0)
         if reason is not None:
             return reason
-    if spec.alignment != 16:
-        return "q, k or v begins at an address that is no multiple of 16 bytes"
+    if request.unaligned:
+        return f"{request.unaligned[0]} begins at an address that is no multiple of 16 bytes"
     return None
 
 

@@ -39,6 +39,7 @@ class Request:
         copied: Tensors that have to be copied, by name, and why.
         strides: Element strides (batch, row, head) of q, k, v (and of a backward o and do) as given; 0 where an extent
             is 1.
+        unaligned: Which of q, k and v are read in place and begin, or have a stride, between multiples of 16 bytes.
     """
 
     spec: KernelSpec
@@ -49,6 +50,7 @@ class Request:
     device: torch.device
     copied: dict[str, str]
     strides: Strides
+    unaligned: tuple[str, ...] = ()
 
     @property
     def is_empty(self) -> bool:
@@ -101,9 +103,9 @@ def read_request(
     copied, strides = copy_reasons(tensors, problem), {name: used_strides(x) for name, x in tensors.items()}
     # A copy (q is copied to be negated for a negative scale) lies in new, aligned memory.
     replaced = {*copied, "q"} if scale < 0 else copied
-    vectors = all(name in replaced or is_aligned(x) for name, x in tensors.items())
-    spec = dataclasses.replace(asked, head_dim=padded_head_dim(head_dim), alignment=16 if vectors else 2)
-    return Request(spec, problem, head_dim, scale, _backend(backend, q.device), q.device, copied, strides)
+    unaligned = tuple(name for name, x in tensors.items() if name not in replaced and not is_aligned(x))
+    spec = dataclasses.replace(asked, head_dim=padded_head_dim(head_dim), alignment=2 if unaligned else 16)
+    return Request(spec, problem, head_dim, scale, _backend(backend, q.device), q.device, copied, strides, unaligned)
 
 
 def _check_tensor(name: str, x: Any) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from fa2gen.constraints import (
@@ -75,3 +77,17 @@ def test_a_product_fits_in_the_launch_s_registers(block_n, legal):
     reason = infeasible_reason(KernelSpec(head_dim=32), config, HOPPER)
     assert (reason is None) == legal
     assert legal or "128 registers of the launch" in reason
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "block_n", "p_in_smem", "legal"),
+    [(192, 32, False, True), (200, 64, True, False), (208, 16, False, False), (256, 16, True, False)],
+)
+def test_the_second_product_fits_in_the_launch_s_registers(head_dim, block_n, p_in_smem, legal):
+    """Three consumers are launched with 128; ptxas asks for 130 at head dim 200, 134 at 208 and 154 at 256."""
+    config = FwdSm90Config(block_m=192, block_n=block_n, q_stages=1, num_stages=1, p_in_smem=p_in_smem, epilogue="tma")
+    reason = infeasible_reason(KernelSpec(head_dim=head_dim), config, HOPPER)
+    assert (reason is None) == legal, reason
+    assert legal or "P V takes more than the 128 registers of the launch" in reason
+    two = dataclasses.replace(config, block_m=128)
+    assert infeasible_reason(KernelSpec(head_dim=head_dim), two, HOPPER) is None

@@ -182,6 +182,9 @@ def test_other_chips_have_no_wgmma() -> None:
     e = explain(SPEC, PROBLEM, get_gpu("a100"), config=CONFIG, compile=False)
     assert e.selection.illegal
     assert e.selection.excluded == "family sm90 needs compute capability 9.0, sm_80 has no wgmma"
+    assert e.tflops == 0
+    assert "  predicted             none: there is no such kernel\n" in explanation_text(e)
+    assert explanation_json(e)["prediction"]["ms"] is None
 
 
 @pytest.mark.parametrize("block_m", [32, 320])

@@ -8,7 +8,7 @@ import pytest
 
 from fa2gen.errors import ArgumentError, UnsupportedError
 from fa2gen.problem import Bucket, Problem
-from fa2gen.spec import FwdConfig, FwdSm90Config, KernelSpec
+from fa2gen.spec import FwdConfig, FwdSm90Config, KernelSpec, config_from_slug
 
 
 @pytest.mark.parametrize(
@@ -66,6 +66,15 @@ def test_keys_are_stable_across_releases():
     # Tuned tables and caches of users are keyed by these: they may never change.
     assert KernelSpec(head_dim=128, dtype="bf16", causal=True, gqa_ratio=8).key() == "d6f1dcf4d2d899c1"
     assert FwdConfig().key() == "cdb440121fda3a7b"
+
+
+@pytest.mark.parametrize(
+    ("kind", "slug", "families"),
+    [("fwd", "sm100_128x64", "fwd has sm80 and sm90"), ("bwd", FwdSm90Config().slug(), "bwd has sm80")],
+)
+def test_a_slug_of_another_family_is_named(kind, slug, families):
+    with pytest.raises(ArgumentError, match=rf"is of family {slug.split('_')[0]}; {families}$"):
+        config_from_slug(kind, slug)
 
 
 @pytest.mark.parametrize("slug", ["sm80_١٢٨x64s64_w4_st2_qs_online_mb1", "sm80_128x64s64_w4_st2_qs_online_mb1_wn²"])
