@@ -141,14 +141,19 @@ def test_launches_on_several_streams_at_a_time(scheduler: str) -> None:
 
 @pytest.mark.parametrize("scheduler", ["static", "dynamic"])
 def test_launches_of_several_threads(scheduler: str) -> None:
-    """All on the default stream: they allocate in one order and may launch in another."""
-    q, k, v = _inputs(KernelSpec(), 1, 113, 203, 4)
-    config = fast_config(128, scheduler)
-    expected, expected_lse = attention(q, k, v, return_lse=True, config=config)
-    with ThreadPoolExecutor(8) as pool:
-        results = list(pool.map(lambda _: attention(q, k, v, return_lse=True, config=config), range(4000)))
-    wrong = sum(not (torch.equal(out, expected) and torch.equal(lse, expected_lse)) for out, lse in results)
-    assert wrong == 0, f"{wrong} of {len(results)}"
+    """All on the default stream: they allocate in one order and may launch in another.
+
+    Outputs are given up soon, so that their memory is taken again, next to what the launches themselves need.
+    """
+    q, k, v = _inputs(KernelSpec(head_dim=64), 1, 113, 203, 4)
+    config = fast_config(64, scheduler)
+    expected = attention(q, k, v, config=config)
+    wrong = 0
+    for _ in range(100):
+        with ThreadPoolExecutor(8) as pool:
+            outputs = pool.map(lambda _: attention(q, k, v, config=config), range(64))
+            wrong += sum(not torch.equal(out, expected) for out in outputs)
+    assert wrong == 0, f"{wrong} of 6400"
 
 
 @pytest.mark.parametrize("scheduler", ["static", "dynamic"])
