@@ -40,7 +40,9 @@ CUresult cuDevicePrimaryCtxRelease(CUdevice d) { return CUDA_SUCCESS; }
 CUresult cuCtxSetCurrent(CUcontext c) { return CUDA_SUCCESS; }
 CUresult cuCtxSynchronize(void) { return CUDA_SUCCESS; }
 CUresult cuGetErrorString(CUresult r, const char** s) { *s = "stub"; return CUDA_SUCCESS; }
-CUresult cuMemAlloc(CUdeviceptr* p, size_t n) { *p = (CUdeviceptr)malloc(n); return CUDA_SUCCESS; }
+CUresult cuMemsetD8(CUdeviceptr d, unsigned char value, size_t n) { memset((void*)d, value, n); return CUDA_SUCCESS; }
+// As on a device, memory is not cleared.
+CUresult cuMemAlloc(CUdeviceptr* p, size_t n) { return cuMemsetD8(*p = (CUdeviceptr)malloc(n), 0xa5, n); }
 CUresult cuMemFree(CUdeviceptr p) { free((void*)p); return CUDA_SUCCESS; }
 CUresult cuMemcpyHtoD(CUdeviceptr d, const void* s, size_t n) { memcpy((void*)d, s, n); return CUDA_SUCCESS; }
 CUresult cuMemcpyDtoH(void* d, CUdeviceptr s, size_t n) { memcpy(d, (void*)s, n); return CUDA_SUCCESS; }
@@ -216,6 +218,8 @@ CUresult cuLaunchKernel(CUfunction f, unsigned gx, unsigned gy, unsigned gz, uns
 #ifdef FORWARD_SM90
   if (!strncmp(name, "fa2gen_fwd", 10) && strstr(name, "_sm90_")) {
     size = sizeof(struct FwdSm90Params);
+    const CUdeviceptr tickets = ((struct FwdSm90Params*)arguments[0])->tickets;
+    if (tickets && *(uint64_t*)tickets) return CUDA_ERROR_INVALID_VALUE;
     if (stub) attend(forward_sm90(arguments[0], name), name, *stub == 'd');
   }
 #endif

@@ -174,10 +174,7 @@ FWD_SM90_PARAMS = ParamStruct(
         Field("gptr<Element>", "o", f"{_QUERY_TENSOR}; read where O leaves from registers", _ADDRESSES),
         Field("gptr<float>", "softmax_lse", "(batch, num_heads, seqlen_q), contiguous, natural logarithm; may be null"),
         Field(
-            "gptr<u64>",
-            "tickets",
-            "one word, such as 0, whose upper half is not 0x7b1d2f53, and that no other launch uses meanwhile; "
-            "where tiles are drawn",
+            "gptr<u64>", "tickets", "one word, 0 at first, that no other launch uses meanwhile; where tiles are drawn"
         ),
         *_strides("o", ("A row is one query.",)),
         Field("int", "batch", "at least 1", _HEADS),
