@@ -61,7 +61,8 @@ def targets(source: KernelSource) -> list[str]:
 def workspace_rules(spec: KernelSpec, config: Config) -> dict[str, str]:
     """Scratch memory of a call: pointer to bytes, as formulas like ``codegen.grid_rule``; {} where there is none.
 
-    Its contents do not matter; launches that may run at the same time do not share it.
+    Its contents do not matter, but for tickets, which are 0 before their first launch. Launches that may run at the
+    same time do not share it.
     """
     if isinstance(config, FwdSm90Config):
         return {"tickets": "8"} if config.scheduler == "dynamic" else {}

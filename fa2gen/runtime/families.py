@@ -24,8 +24,10 @@ def tma_obstacle(request: Request) -> str | None:
         reason = tma_reason(name, (p.batch, rows, heads, spec.head_dim), request.strides[name], 0)
         if reason is not None:
             return reason
-    if request.unaligned:
-        return f"{request.unaligned[0]} begins at an address that is no multiple of 16 bytes"
+    if spec.alignment != 16:
+        # A request for sizes alone knows no tensor.
+        name = next(iter(request.unaligned), "q, k or v")
+        return f"{name} begins at an address that is no multiple of 16 bytes"
     return None
 
 

@@ -35,8 +35,6 @@ Plan = Callable[[int, int, int], Any]
 Addresses = tuple[int, int, int, int, int]
 # (addresses of q, k, v) -> (output, LSE, addresses).
 RecordedPlan = Callable[[int, int, int], tuple[Tensor, Tensor, Addresses]]
-# Packed parameters and a raw stream handle.
-LaunchKernel = Callable[[bytes, int], None]
 # (shape, strides, dtype) -> uninitialised tensor.
 Empty = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]
 # Addresses of q, k, v, o, lse, do and dlse (0: it is zero) -> dq, dk, dv.

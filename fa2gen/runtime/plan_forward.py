@@ -19,6 +19,8 @@ from . import plan
 from .plan import Addresses, Plan, RecordedPlan
 from .request import Request
 
+# Packed parameters and a raw stream handle.
+_LaunchKernel = Callable[[bytes, int], None]
 # Packs the addresses of q, k, v, output and LSE, and launches. Parameters are new for every call, so that threads may
 # share a plan.
 _Launcher = Callable[[int, int, int, int, int], None]
@@ -90,7 +92,7 @@ def build_plans(
     return run, run_with_lse, record
 
 
-def _sm80_launcher(launch: Launch, launch_kernel: plan.LaunchKernel, index: int, repairs_ptr: int) -> _Launcher:
+def _sm80_launcher(launch: Launch, launch_kernel: _LaunchKernel, index: int, repairs_ptr: int) -> _Launcher:
     pointers = param_struct(launch.kernel, "sm80").pointers
     pack_pointers, raw_stream = plan.pointer_packer(len(pointers)), plan._raw_stream_function()
     tail = launch.params[8 * len(pointers) :]
@@ -102,9 +104,7 @@ def _sm80_launcher(launch: Launch, launch_kernel: plan.LaunchKernel, index: int,
     return run_kernel
 
 
-def _sm90_launcher(
-    launch_plan: LaunchPlan, launch_kernel: plan.LaunchKernel, index: int, empty: plan.Empty
-) -> _Launcher:
+def _sm90_launcher(launch_plan: LaunchPlan, launch_kernel: _LaunchKernel, index: int, empty: plan.Empty) -> _Launcher:
     (launch,) = launch_plan.launches
     struct_of = param_struct(launch.kernel, "sm90")
     q_map, k_map, v_map, o_map = launch.tensor_maps

@@ -93,9 +93,9 @@ FUNC void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// Tickets: numbers that blocks draw, 0 and up, each once. The word needs no value beforehand, as long as it is
-// not an open word's (what memory was used for is, once in 2^32): one block opens it at its start, and the one that
-// draws the last number closes it, so that the next launch finds it closed.
+// Tickets: numbers that blocks draw, 0 and up, each once. Beforehand the word holds anything but an open one (as
+// old contents of memory do once in 2^32): a block opens it at its start, and the one that draws the last number closes
+// it, so that the next launch finds it closed.
 
 constexpr u64 kTicketsOpen = 0x7b1d2f5300000000ull;  // the high half of an open word; the low half is the next number
 
