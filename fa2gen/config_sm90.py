@@ -13,6 +13,7 @@ GROUP_ROWS = 64
 
 SCHEDULERS = ("static", "dynamic")
 EPILOGUES = ("tma", "direct")
+SOFTMAXES = ("online", "guarded")
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class FwdSm90Config(Canonical):
     there are SMs walk over all query tiles.
 
     Attributes:
-        block_m: Query rows of a tile (B_r): 64 for each consumer warpgroup, 1 to 3 of them.
+        block_m: Query rows of a tile (B_r): 64 for each consumer warpgroup, 1 to 4 of them.
         block_n: Keys of a tile (B_c), a multiple of 16.
         num_stages: K and V tiles in shared memory.
         q_stages: Q tiles in shared memory. With 2 the next one arrives while this one is in use.
@@ -33,6 +34,10 @@ class FwdSm90Config(Canonical):
         scheduler: Which query tile a block takes next: ``"static"``, every n-th of n blocks; ``"dynamic"``, the first
             that nobody has taken.
         epilogue: How the output leaves: ``"tma"``, through Q's place in shared memory; ``"direct"``, from registers.
+        softmax: ``"online"``, with the running maximum of every key tile; ``"guarded"``, against the reference of the
+            tiles that need a mask, or of the first, and a key tile whose sums leave their range is repaired.
+        overlap_tiles: The end of a query tile runs under the first product of the next.
+        section_mib: MiB of K and V that stay in L2 while a causal kernel goes through their heads; 0: half of L2.
     """
 
     family: str = "sm90"
@@ -45,6 +50,9 @@ class FwdSm90Config(Canonical):
     ping_pong: bool = True
     scheduler: str = "static"
     epilogue: str = "tma"
+    softmax: str = "online"
+    overlap_tiles: bool = False
+    section_mib: int = 0
 
     _always = (
         "family",
@@ -62,10 +70,12 @@ class FwdSm90Config(Canonical):
         require_one_of("family", self.family, ("sm90",))
         for name in ("block_m", "block_n", "num_stages", "q_stages"):
             require_int(name, getattr(self, name), 1)
-        for name in ("p_in_smem", "overlap", "ping_pong"):
+        require_int("section_mib", self.section_mib, 0)
+        for name in ("p_in_smem", "overlap", "ping_pong", "overlap_tiles"):
             require_bool(name, getattr(self, name))
         require_one_of("scheduler", self.scheduler, SCHEDULERS)
         require_one_of("epilogue", self.epilogue, EPILOGUES)
+        require_one_of("softmax", self.softmax, SOFTMAXES)
 
     @property
     def warpgroups(self) -> int:
@@ -94,11 +104,6 @@ class FwdSm90Config(Canonical):
         return self.block_n
 
     @property
-    def softmax(self) -> str:
-        """With the running maximum of every step."""
-        return "online"
-
-    @property
     def pack_gqa(self) -> bool:
         """Query tiles hold rows of one head."""
         return False
@@ -111,11 +116,15 @@ class FwdSm90Config(Canonical):
             ArgumentError: Not a config's slug, or a value that is not legal.
         """
         match = re.fullmatch(
-            r"sm90_(\d{1,6})x(\d{1,6})_st(\d{1,6})_q(\d{1,6})(_ps)?(_ov)?(_pp)?_([a-z]{3,})_([a-z]+)", slug, re.ASCII
+            r"sm90_(\d{1,6})x(\d{1,6})_st(\d{1,6})_q(\d{1,6})(_ps)?(_ov)?(_xt)?(_pp)?(_guarded)?"
+            r"_([a-z]{3,})_([a-z]+)(?:_l2s(\d{1,6}))?",
+            slug,
+            re.ASCII,
         )
         if match is None:
             raise ArgumentError(f"config must read like {cls().slug()}, got {slug!r}")
-        block_m, block_n, num_stages, q_stages, p_in_smem, overlap, ping_pong, scheduler, epilogue = match.groups()
+        block_m, block_n, num_stages, q_stages, p_in_smem, overlap, overlap_tiles, ping_pong, guarded = match.groups()[:9]
+        scheduler, epilogue, section_mib = match.groups()[9:]
         return cls(
             block_m=int(block_m),
             block_n=int(block_n),
@@ -126,12 +135,23 @@ class FwdSm90Config(Canonical):
             ping_pong=bool(ping_pong),
             scheduler=scheduler,
             epilogue=epilogue,
+            softmax="guarded" if guarded else "online",
+            overlap_tiles=bool(overlap_tiles),
+            section_mib=int(section_mib or 0),
         )
 
     def slug(self) -> str:
         """Readable identity, e.g. ``sm90_128x128_st2_q1_ov_pp_static_tma``."""
+        words = (
+            ("ps", self.p_in_smem),
+            ("ov", self.overlap),
+            ("xt", self.overlap_tiles),
+            ("pp", self.ping_pong),
+            ("guarded", self.softmax == "guarded"),
+        )
+        said = "".join(f"_{word}" for word, there in words if there)
+        section = f"_l2s{self.section_mib}" if self.section_mib else ""
         return (
-            f"{self.family}_{self.block_m}x{self.block_n}_st{self.num_stages}_q{self.q_stages}"
-            f"{'_ps' if self.p_in_smem else ''}{'_ov' if self.overlap else ''}{'_pp' if self.ping_pong else ''}"
-            f"_{self.scheduler}_{self.epilogue}"
+            f"{self.family}_{self.block_m}x{self.block_n}_st{self.num_stages}_q{self.q_stages}{said}"
+            f"_{self.scheduler}_{self.epilogue}{section}"
         )

@@ -14,7 +14,7 @@ COMPUTE_CAPABILITY = (9, 0)
 TARGET = "sm_90a"
 """What nvcc compiles the family's kernels for."""
 
-MAX_WARPGROUPS = 3
+MAX_WARPGROUPS = 4
 """Consumer warpgroups of a block, at most."""
 
 _PANEL_COLUMNS = 64
@@ -87,15 +87,16 @@ def smem_plan(spec: KernelSpec, config: FwdSm90Config) -> Sm90SmemPlan:
 def register_split(config: FwdSm90Config) -> RegisterSplit:
     """How many registers a producer's and a consumer's threads have.
 
-    Together they are what the launch grants: 128 * 24 + 256 * 240 of 384 * 168, 128 * 32 + 384 * 160 of 512 * 128. With
-    one consumer a thread has all 255 that exist from the start.
+    Together they are what the launch grants: 128 * 24 + 256 * 240 of 384 * 168, 128 * 32 + 384 * 160 of 512 * 128, 128 *
+    24 + 512 * 112 of 640 * 96. With one consumer a thread has all 255 that exist from the start.
     """
-    return {1: RegisterSplit(0, 0), 2: RegisterSplit(24, 240), 3: RegisterSplit(32, 160)}[config.warpgroups]
+    splits = {1: (0, 0), 2: (24, 240), 3: (32, 160), 4: (24, 112)}
+    return RegisterSplit(*splits[config.warpgroups])
 
 
 def _launch_registers(config: FwdSm90Config) -> int:
     """Registers of a thread before they are split."""
-    return {1: 255, 2: 168, 3: 128}[config.warpgroups]
+    return {1: 255, 2: 168, 3: 128, 4: 96}[config.warpgroups]
 
 
 def consumer_registers(config: FwdSm90Config) -> int:
@@ -128,7 +129,18 @@ def config_reason(config: FwdSm90Config) -> str | None:
         return f"block_n {config.block_n}: its product takes more than the {share} registers of the launch's share"
     if config.ping_pong and config.warpgroups == 1:
         return "ping_pong needs warpgroups that take turns, and block_m 64 has one"
+    if config.softmax == "guarded" and not config.overlap:
+        return "softmax guarded needs overlap"
+    if config.overlap_tiles and not config.overlap:
+        return "overlap_tiles needs overlap"
+    if config.overlap_tiles and config.q_stages < 2:
+        return "overlap_tiles needs 2 q_stages: the next query tile comes while this one is in use"
     return None
+
+
+def most_skipped(config: FwdSm90Config) -> int:
+    """Key tiles of a causal query tile that its last consumer sees and its first does not, at most."""
+    return -(-(config.block_m - GROUP_ROWS) // config.block_n)
 
 
 def infeasible_reason(spec: KernelSpec, config: FwdSm90Config, arch: ArchLimits) -> str | None:
@@ -139,6 +151,13 @@ def infeasible_reason(spec: KernelSpec, config: FwdSm90Config, arch: ArchLimits)
         return "family sm90 copies by TMA, which needs 16-byte alignment"
     if reason := config_reason(config):
         return reason
+    # In its turn a consumer waits for the first key tile that it sees, and those that wait for their turns hold the
+    # ones before.
+    if spec.causal and config.overlap_tiles and config.num_stages <= most_skipped(config):
+        return (
+            f"overlap_tiles with {most_skipped(config)} key tiles of {config.block_n} that not all consumers see needs "
+            f"more stages than that, num_stages is {config.num_stages}"
+        )
     smem = smem_plan(spec, config).total
     if smem > arch.max_smem_per_block:
         return f"{smem} bytes of shared memory, {arch.target} grants a block {arch.max_smem_per_block}"

@@ -65,10 +65,10 @@ class LaunchPlan:
     workspaces: tuple[Workspace, ...] = ()
 
 
-def heads_per_section(spec: KernelSpec, problem: Problem, l2_bytes: int) -> int:
-    """Query heads whose K and V fit in half of L2 together, whole groups of a key/value head at a time."""
+def heads_per_section(spec: KernelSpec, problem: Problem, section_bytes: int) -> int:
+    """Query heads whose K and V have so many bytes together, whole groups of a key/value head at a time."""
     bytes_per_kv_head = 2 * 2 * problem.seqlen_k * spec.head_dim
-    kv_heads = max(1, l2_bytes // 2 // max(1, bytes_per_kv_head))
+    kv_heads = max(1, section_bytes // max(1, bytes_per_kv_head))
     return min(kv_heads * spec.gqa_ratio, problem.batch * problem.num_heads_q)
 
 
@@ -105,7 +105,7 @@ def fwd_plan(
     num_m_blocks = -(-problem.seqlen_q * packed // config.block_m)
     tiles = heads * num_m_blocks
     _require_grid("fwd", tiles)
-    section = _equal_sections(heads, max(1, heads_per_section(spec, problem, l2_bytes) // packed), num_m_blocks)
+    section = _equal_sections(heads, max(1, heads_per_section(spec, problem, l2_bytes // 2) // packed), num_m_blocks)
     row_bytes = {tensor: strides[tensor][1] * 2 for tensor in ("k", "v")}
     params = FWD_PARAMS.pack(
         **_named_strides(strides, "q", "k", "v", "o"),
@@ -145,6 +145,7 @@ def _fwd_sm90_plan(
     heads = problem.batch * problem.num_heads_q
     num_m_blocks = -(-problem.seqlen_q // config.block_m)
     tiles = heads * num_m_blocks
+    section = config.section_mib << 20 if config.section_mib else l2_bytes // 2
     # A block's next tile may lie a whole grid beyond the last one.
     _require_grid("fwd", tiles + num_sms)
     params = FWD_SM90_PARAMS.pack(
@@ -155,7 +156,7 @@ def _fwd_sm90_plan(
         seqlen_k=problem.seqlen_k,
         num_m_blocks=num_m_blocks,
         num_tiles=tiles,
-        heads_per_section=_equal_sections(heads, heads_per_section(spec, problem, l2_bytes), num_m_blocks),
+        heads_per_section=_equal_sections(heads, heads_per_section(spec, problem, section), num_m_blocks),
         softmax_scale=softmax_scale,
         scale_log2=_scale_log2(softmax_scale),
     )

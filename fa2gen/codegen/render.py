@@ -120,6 +120,8 @@ def _sm90_constants(spec: KernelSpec, config: FwdSm90Config) -> dict[str, Any]:
     }
     return {
         "warpgroups": config.warpgroups,
+        "fp16": _literal(spec.dtype == "fp16"),
+        "guarded": _literal(config.softmax == "guarded"),
         "dynamic": _literal(config.scheduler == "dynamic"),
         "store_by_tma": _literal(config.epilogue == "tma"),
         "registers": register_split(config),

@@ -171,11 +171,12 @@ FWD_SM90_PARAMS = ParamStruct(
         Field("TensorMap", "k_map", "(head_dim, seqlen_k, num_heads / gqa_ratio, batch), box 64 x block_n"),
         Field("TensorMap", "v_map", "likewise"),
         Field("TensorMap", "o_map", "(head_dim, seqlen_q, num_heads, batch), box 64 x 64; read where O leaves by TMA"),
-        Field("gptr<Element>", "o", f"{_QUERY_TENSOR}; read where O leaves from registers", _ADDRESSES),
+        Field("gptr<Element>", "o", f"{_QUERY_TENSOR}; of queries that see no key, and where O leaves from registers", _ADDRESSES),
         Field("gptr<float>", "softmax_lse", "(batch, num_heads, seqlen_q), contiguous, natural logarithm; may be null"),
         Field(
             "gptr<u64>", "tickets", "one word, 0 at first, that no other launch uses meanwhile; where tiles are drawn"
         ),
+        Field("gptr<u32>", "repairs", "guarded softmax: each warp adds the number of its repeated tiles; may be null"),
         *_strides("o", ("A row is one query.",)),
         Field("int", "batch", "at least 1", _HEADS),
         Field("int", "num_heads", "query heads, at least 1"),
@@ -183,7 +184,7 @@ FWD_SM90_PARAMS = ParamStruct(
         Field("int", "seqlen_k", "may be 0"),
         Field("int", "num_m_blocks", "ceil(seqlen_q / block_m)"),
         Field("int", "num_tiles", "batch * num_heads * num_m_blocks"),
-        Field("int", "heads_per_section", "heads whose K and V fit in half of L2; 1 to all are right"),
+        Field("int", "heads_per_section", "heads whose K and V stay in L2 together; 1 to all are right"),
         Field("float", "softmax_scale", "at least 0, usually 1 / sqrt(head_dim)"),
         Field("float", "scale_log2", "softmax_scale * log2(e); where that is 0, a positive number as small as 2^-149"),
     ),

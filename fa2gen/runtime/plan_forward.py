@@ -66,12 +66,13 @@ def build_plans(
     out_shape, lse_shape = (p.batch, p.seqlen_q, p.num_heads_q, head_dim), (p.batch, p.num_heads_q, p.seqlen_q)
     lse_strides = (p.num_heads_q * p.seqlen_q, p.seqlen_q, 1)
     empty, float32 = plan._empty_function(request.device), torch.float32
+    if repairs is not None and config.softmax == "online":
+        raise ArgumentError(f"config {config.slug()} repairs nothing: its softmax is online")
+    repairs_ptr = 0 if repairs is None else repairs.data_ptr()
     if isinstance(config, FwdSm90Config):
-        if repairs is not None:
-            raise ArgumentError(f"config {config.slug()} repairs nothing: its softmax is online")
-        run_kernel = _sm90_launcher(launch_plan, launch_kernel, index, empty)
+        run_kernel = _sm90_launcher(launch_plan, launch_kernel, index, repairs_ptr, empty)
     else:
-        run_kernel = _sm80_launcher(launch, launch_kernel, index, 0 if repairs is None else repairs.data_ptr())
+        run_kernel = _sm80_launcher(launch, launch_kernel, index, repairs_ptr)
 
     def run(q_ptr: int, k_ptr: int, v_ptr: int) -> Tensor:
         out = empty(out_shape, out_strides, dtype)
@@ -104,7 +105,9 @@ def _sm80_launcher(launch: Launch, launch_kernel: _LaunchKernel, index: int, rep
     return run_kernel
 
 
-def _sm90_launcher(launch_plan: LaunchPlan, launch_kernel: _LaunchKernel, index: int, empty: plan.Empty) -> _Launcher:
+def _sm90_launcher(
+    launch_plan: LaunchPlan, launch_kernel: _LaunchKernel, index: int, repairs_ptr: int, empty: plan.Empty
+) -> _Launcher:
     (launch,) = launch_plan.launches
     struct_of = param_struct(launch.kernel, "sm90")
     q_map, k_map, v_map, o_map = launch.tensor_maps
@@ -115,7 +118,7 @@ def _sm90_launcher(launch_plan: LaunchPlan, launch_kernel: _LaunchKernel, index:
     raw_stream, int64, join = plan._raw_stream_function(), torch.int64, b"".join  # a third less time than adding up
 
     def run_kernel(q_ptr: int, k_ptr: int, v_ptr: int, out_ptr: int, lse_ptr: int) -> None:
-        params = join((q(q_ptr), k(k_ptr), v(v_ptr), o(out_ptr), pack_pointers(out_ptr, lse_ptr, 0), tail))
+        params = join((q(q_ptr), k(k_ptr), v(v_ptr), o(out_ptr), pack_pointers(out_ptr, lse_ptr, 0, repairs_ptr), tail))
         launch_kernel(params, raw_stream(index))
 
     def run_with_tickets(q_ptr: int, k_ptr: int, v_ptr: int, out_ptr: int, lse_ptr: int) -> None:
@@ -123,7 +126,7 @@ def _sm90_launcher(launch_plan: LaunchPlan, launch_kernel: _LaunchKernel, index:
         # launched: from then on the allocator hands it only to what runs later on this stream. Given up before, it may
         # become part of another thread's output, whose kernel is launched first.
         tickets = empty((1,), (1,), int64)
-        pointers = pack_pointers(out_ptr, lse_ptr, tickets.data_ptr())
+        pointers = pack_pointers(out_ptr, lse_ptr, tickets.data_ptr(), repairs_ptr)
         launch_kernel(join((q(q_ptr), k(k_ptr), v(v_ptr), o(out_ptr), pointers, tail)), raw_stream(index))
 
     return run_with_tickets if launch_plan.workspaces else run_kernel

@@ -4,11 +4,35 @@
 
 // What a consumer warpgroup keeps from tile to tile.
 struct Consumer {
-  RingPosition k, v;
+  RingPosition q, k, v;
   RingPosition slot;  // of the next tile number
+  bool is_storing;  // the output before may still be on its way out of its Q tile
   int group;  // which of the block's consumers: its query rows are group * 64 to group * 64 + 63 of the tile
   u32 tile_p;  // its tile of P in shared memory
 };
+
+// A query tile as a consumer sees it.
+struct QueryTile {
+  int id;
+  WorkTile work;
+  int row;  // this thread's first row
+  int visible;  // key tiles that some row of the block's tile sees
+  int own;  // those that this consumer goes through, from the left: at least one
+  int whole;  // those of them, from the left, that need no mask
+};
+
+FUNC QueryTile query_tile(int id, int group, const FwdParams& p) {
+  const int diagonal = p.seqlen_k - p.seqlen_q;
+  QueryTile tile;
+  tile.id = id;
+  tile.work = work_tile(id, p);
+  const int row_0 = tile.work.m_block * kBlockM, group_row = row_0 + group * kGroupRows;
+  tile.row = group_row + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
+  tile.visible = visible_tiles(row_0 + kBlockM, p.seqlen_k, diagonal);
+  tile.own = kCausal ? max_i32(visible_tiles(group_row + kGroupRows, p.seqlen_k, diagonal), 1) : tile.visible;
+  tile.whole = whole_tiles(group_row, p.seqlen_k, diagonal);
+  return tile;
+}
 
 // Turns: warpgroups issue their products one after the other, so that the softmax of one runs under the products of
 // the others. A named barrier for each, on which the one before arrives.
@@ -22,8 +46,14 @@ constexpr int kProbabilityBarrier = 1 + kWarpgroups;
 // Where a consumer's warps meet at the end of a query tile.
 constexpr int kOutputBarrier = 1 + 2 * kWarpgroups;
 
+FUNC u32 query_rows(const Consumer& consumer) {
+  return smem_base() + kSmemQ + consumer.q.stage * kQueryTileBytes + consumer.group * kGroupBytes;
+}
 FUNC u32 key_tile(RingPosition at) { return smem_base() + kSmemK + at.stage * kKeyTileBytes; }
 FUNC u32 value_tile(RingPosition at) { return smem_base() + kSmemV + at.stage * kKeyTileBytes; }
+
+FUNC void await_k(const Consumer& consumer) { wait_full<kNumStages>(kBarriersK, consumer.k); }
+FUNC void await_v(const Consumer& consumer) { wait_full<kNumStages>(kBarriersV, consumer.v); }
 
 FUNC void release_k(Consumer& consumer) {
   release<kNumStages>(kBarriersK, consumer.k);
@@ -32,6 +62,49 @@ FUNC void release_k(Consumer& consumer) {
 FUNC void release_v(Consumer& consumer) {
   release<kNumStages>(kBarriersV, consumer.v);
   advance<kNumStages>(consumer.v);
+}
+
+// O leaves through the Q tile where it was computed; that one may be refilled once the store has read it. With two Q
+// tiles there is time until the next query tile is under way.
+FUNC void finish_store(Consumer& consumer) {
+  const RingPosition before = {kQueryStages == 1 ? 0 : 1 - consumer.q.stage, 0};
+  if (consumer.is_storing && is_group_leader()) {
+    tma_store_wait_read<0>();
+    mbarrier_arrive(empty_barrier<kQueryStages>(kBarriersQ, before.stage));
+  }
+  consumer.is_storing = false;
+}
+
+// Under a causal mask the first key tiles of a query tile may be for later consumers only. They go back unread, though
+// not before they have come: an arrival belongs to a phase. And their turns pass.
+constexpr bool kSkips = kCausal && kWarpgroups > 1;
+// As many of them there are at most.
+constexpr int kMostSkipped = (kBlockM - kGroupRows + kBlockN - 1) / kBlockN;
+// Where all of them and one more have their stages, a consumer need not wait for the others before its first softmax.
+constexpr bool kSkipsKeysFirst = kNumStages > kMostSkipped;
+
+// No product makes a warp's lanes meet here. One that has yet to wait would wait for ever once the stage is refilled.
+FUNC void skip_key(Consumer& consumer) {
+  await_k(consumer);
+  sync_warp();
+  release_k(consumer);
+}
+FUNC void skip_value(Consumer& consumer) {
+  await_v(consumer);
+  sync_warp();
+  release_v(consumer);
+}
+FUNC void skip_turn(const Consumer& consumer) {
+  wait_for_turn(consumer.group);
+  pass_turn(consumer.group);
+}
+FUNC void skip_tiles(Consumer& consumer, const QueryTile& tile) {
+#pragma unroll 1
+  for (int j = tile.own; j < tile.visible; j++) {
+    skip_key(consumer);
+    if constexpr (kPingPong) skip_turn(consumer);
+    skip_value(consumer);
+  }
 }
 
 // P where the next product finds it.
@@ -43,58 +116,118 @@ FUNC void hand_over_probabilities(ProbabilityFragments& frag_p, const ScoreTile&
   }
 }
 
-// The scores of key tile j as P. `row` is this thread's first row.
+// The scores of key tile j as P.
 template <bool kMasked>
 FUNC void softmax_step(ScoreTile& acc_s, SoftmaxState& softmax, float (&alpha)[2], int row, int j, const FwdParams& p) {
   if constexpr (kMasked) mask_scores(acc_s, row, j * kBlockN, p.seqlen_k, p.seqlen_k - p.seqlen_q);
   online_softmax(acc_s, softmax, alpha, p.scale_log2);
 }
 
-// The first key tile up to its softmax: P of tile j, and no O yet.
-FUNC void attend_first(ScoreTile& acc_s, ProbabilityFragments& frag_p, SoftmaxState& softmax, Consumer& consumer,
-                       u32 tile_q, int row, int j, bool masked, const FwdParams& p) {
-  float alpha[2];
-  wait_full<kNumStages>(kBarriersK, consumer.k);
+// Q and the first key tile are there.
+FUNC void await_first(Consumer& consumer, const QueryTile& tile) {
+  if constexpr (kSkips && kSkipsKeysFirst) {
+#pragma unroll 1
+    for (int j = tile.own; j < tile.visible; j++) skip_key(consumer);
+  }
+  if constexpr (kSkips && !kSkipsKeysFirst) skip_tiles(consumer, tile);
+  wait_full<kQueryStages>(kBarriersQ, consumer.q);
+  await_k(consumer);
+}
+
+// The scores of the first key tile.
+FUNC void score_first(ScoreTile& acc_s, Consumer& consumer, const QueryTile& tile) {
+  await_first(consumer, tile);
   wgmma_fence();
-  issue_qk(acc_s, tile_q, key_tile(consumer.k));
+  issue_qk(acc_s, query_rows(consumer), key_tile(consumer.k));
   wgmma_commit();
   wgmma_wait<0>();
   release_k(consumer);
-  if (masked)
-    softmax_step<true>(acc_s, softmax, alpha, row, j, p);
-  else
-    softmax_step<false>(acc_s, softmax, alpha, row, j, p);
+}
+
+// And their softmax: P of that tile, and no O yet.
+FUNC void attend_first(ScoreTile& acc_s, ProbabilityFragments& frag_p, SoftmaxState& softmax, Consumer& consumer,
+                       const QueryTile& tile, const FwdParams& p) {
+  float alpha[2];
+  const int j = tile.own - 1;
+  if constexpr (kSkips && kSkipsKeysFirst && kPingPong) {
+#pragma unroll 1
+    for (int i = tile.own; i < tile.visible; i++) skip_turn(consumer);
+  }
+  if (j >= tile.whole) mask_scores(acc_s, tile.row, j * kBlockN, p.seqlen_k, p.seqlen_k - p.seqlen_q);
+  online_softmax(acc_s, softmax, alpha, p.scale_log2);
   hand_over_probabilities(frag_p, acc_s, consumer);
+  if constexpr (kSkips && kSkipsKeysFirst) {
+#pragma unroll 1
+    for (int i = tile.own; i < tile.visible; i++) skip_value(consumer);
+  }
 }
 
 // O += P V of the tile before, and S = Q K^T of key tile j and its softmax while that product runs.
 template <bool kMasked>
 FUNC void attend_overlapped(ScoreTile& acc_s, OutputTile& acc_o, ProbabilityFragments& frag_p, SoftmaxState& softmax,
-                            Consumer& consumer, u32 tile_q, int row, int j, bool accumulate, const FwdParams& p) {
+                            Consumer& consumer, const QueryTile& tile, int j, const FwdParams& p) {
   float alpha[2];
   trace("key tile", j);
-  wait_full<kNumStages>(kBarriersK, consumer.k);
+  await_k(consumer);
   if constexpr (kPingPong) wait_for_turn(consumer.group);
   wgmma_fence();
-  issue_qk(acc_s, tile_q, key_tile(consumer.k));
+  issue_qk(acc_s, query_rows(consumer), key_tile(consumer.k));
   wgmma_commit();
-  wait_full<kNumStages>(kBarriersV, consumer.v);
+  await_v(consumer);
   wgmma_fence();
-  issue_pv(acc_o, frag_p, consumer.tile_p, value_tile(consumer.v), accumulate);
+  issue_pv(acc_o, frag_p, consumer.tile_p, value_tile(consumer.v), j < tile.own - 2);
   wgmma_commit();
   if constexpr (kPingPong) pass_turn(consumer.group);
   wgmma_wait<1>();
-  release_k(consumer);
-  softmax_step<kMasked>(acc_s, softmax, alpha, row, j, p);
-  wgmma_wait<0>();
-  release_v(consumer);
-  hand_over_probabilities(frag_p, acc_s, consumer);
-  rescale_output(acc_o, alpha);
+  if constexpr (kGuarded && !kMasked) {
+    float tile_sum[2];
+    guarded_softmax(acc_s, tile_sum, softmax, p.scale_log2);
+    wgmma_wait<0>();
+    release_v(consumer);
+    pack_probabilities(frag_p, acc_s);
+    if (any_lane(!is_proved(softmax, tile_sum))) {
+      // Repair: the scores again, from K still in shared memory.
+      recompute_scores(acc_s, query_rows(consumer), key_tile(consumer.k));
+      online_softmax(acc_s, softmax, alpha, p.scale_log2);
+      pack_probabilities(frag_p, acc_s);
+      rescale_output(acc_o, alpha);
+      if (p.repairs.address && threadIdx.x % 32 == 0) atomic_add<u32>(p.repairs, 1);
+    } else {
+      add_tile_sum(softmax, tile_sum);
+    }
+    release_k(consumer);
+    if constexpr (kSharedP) {
+      store_probabilities(consumer.tile_p, frag_p);
+      bar_sync(kProbabilityBarrier + consumer.group, 128);
+    }
+  } else {
+    release_k(consumer);
+    softmax_step<kMasked>(acc_s, softmax, alpha, tile.row, j, p);
+    wgmma_wait<0>();
+    release_v(consumer);
+    hand_over_probabilities(frag_p, acc_s, consumer);
+    rescale_output(acc_o, alpha);
+  }
+}
+
+// Of all key tiles, at least one, everything but O += P V of the last. `acc_s` has the first one's scores.
+FUNC void attend(ScoreTile& acc_s, OutputTile& acc_o, ProbabilityFragments& frag_p, SoftmaxState& softmax,
+                 Consumer& consumer, const QueryTile& tile, const FwdParams& p) {
+  attend_first(acc_s, frag_p, softmax, consumer, tile, p);
+  if constexpr (kStoreByTma && kQueryStages > 1) finish_store(consumer);
+  int j = tile.own - 2;
+  if constexpr (kCausal) {
+#pragma unroll 1
+    for (; j >= tile.whole; j--) attend_overlapped<true>(acc_s, acc_o, frag_p, softmax, consumer, tile, j, p);
+  }
+#pragma unroll 1
+  for (; j >= 0; j--) attend_overlapped<false>(acc_s, acc_o, frag_p, softmax, consumer, tile, j, p);
+  if constexpr (!kStoreByTma) release<kQueryStages>(kBarriersQ, consumer.q);
 }
 
 // O += P V of the last key tile.
 FUNC void attend_last(OutputTile& acc_o, const ProbabilityFragments& frag_p, Consumer& consumer, bool accumulate) {
-  wait_full<kNumStages>(kBarriersV, consumer.v);
+  await_v(consumer);
   if constexpr (kPingPong) wait_for_turn(consumer.group);
   wgmma_fence();
   issue_pv(acc_o, frag_p, consumer.tile_p, value_tile(consumer.v), accumulate);
@@ -102,26 +235,47 @@ FUNC void attend_last(OutputTile& acc_o, const ProbabilityFragments& frag_p, Con
   if constexpr (kPingPong) pass_turn(consumer.group);
   wgmma_wait<0>();
   release_v(consumer);
+}
+
+// The same, and behind it the scores of the first key tile of the next query tile: they are in flight on return.
+FUNC void attend_last_and_next(ScoreTile& acc_s, OutputTile& acc_o, const ProbabilityFragments& frag_p,
+                               Consumer& consumer, const QueryTile& tile, const QueryTile& next) {
+  Consumer ahead = consumer;
+  advance<kQueryStages>(ahead.q);
+  await_v(consumer);
+  await_first(ahead, next);
+  if constexpr (kPingPong) wait_for_turn(consumer.group);
+  wgmma_fence();
+  issue_pv(acc_o, frag_p, consumer.tile_p, value_tile(consumer.v), tile.own > 1);
+  wgmma_commit();
+  wgmma_fence();
+  issue_qk(acc_s, query_rows(ahead), key_tile(ahead.k));
+  wgmma_commit();
+  if constexpr (kPingPong) pass_turn(consumer.group);
+  wgmma_wait<1>();
+  release_v(consumer);
+  consumer.k = ahead.k;
 }
 
 // Key tile j, one product after the other.
 template <bool kMasked>
 FUNC void attend_in_order(ScoreTile& acc_s, OutputTile& acc_o, ProbabilityFragments& frag_p, SoftmaxState& softmax,
-                          Consumer& consumer, u32 tile_q, int row, int j, bool accumulate, const FwdParams& p) {
+                          Consumer& consumer, const QueryTile& tile, int j, const FwdParams& p) {
   float alpha[2];
+  const bool accumulate = j < tile.own - 1;
   trace("key tile", j);
-  wait_full<kNumStages>(kBarriersK, consumer.k);
+  await_k(consumer);
   if constexpr (kPingPong) wait_for_turn(consumer.group);
   wgmma_fence();
-  issue_qk(acc_s, tile_q, key_tile(consumer.k));
+  issue_qk(acc_s, query_rows(consumer), key_tile(consumer.k));
   wgmma_commit();
   if constexpr (kPingPong) pass_turn(consumer.group);
   wgmma_wait<0>();
   release_k(consumer);
-  softmax_step<kMasked>(acc_s, softmax, alpha, row, j, p);
+  softmax_step<kMasked>(acc_s, softmax, alpha, tile.row, j, p);
   if (accumulate) rescale_output(acc_o, alpha);
   hand_over_probabilities(frag_p, acc_s, consumer);
-  wait_full<kNumStages>(kBarriersV, consumer.v);
+  await_v(consumer);
   wgmma_fence();
   issue_pv(acc_o, frag_p, consumer.tile_p, value_tile(consumer.v), accumulate);
   wgmma_commit();
@@ -129,32 +283,18 @@ FUNC void attend_in_order(ScoreTile& acc_s, OutputTile& acc_o, ProbabilityFragme
   release_v(consumer);
 }
 
-// All key tiles; at least one. Those from `whole` on need a mask.
-FUNC void attend(OutputTile& acc_o, SoftmaxState& softmax, Consumer& consumer, u32 tile_q, int row, int visible,
-                 int whole, const FwdParams& p) {
+// All key tiles, at least one.
+FUNC void attend_all_in_order(OutputTile& acc_o, SoftmaxState& softmax, Consumer& consumer, const QueryTile& tile,
+                              const FwdParams& p) {
   ScoreTile acc_s;
   ProbabilityFragments frag_p;
-  int j = visible - 1;
-  if constexpr (kOverlap) {
-    attend_first(acc_s, frag_p, softmax, consumer, tile_q, row, j, j >= whole, p);
-    j--;
+  if constexpr (kSkips) skip_tiles(consumer, tile);
+  wait_full<kQueryStages>(kBarriersQ, consumer.q);
+  if constexpr (kStoreByTma && kQueryStages > 1) finish_store(consumer);
+  int j = tile.own - 1;
 #pragma unroll 1
-    for (; j >= whole; j--) {
-      attend_overlapped<true>(acc_s, acc_o, frag_p, softmax, consumer, tile_q, row, j, j < visible - 2, p);
-    }
+  for (; j >= tile.whole; j--) attend_in_order<true>(acc_s, acc_o, frag_p, softmax, consumer, tile, j, p);
 #pragma unroll 1
-    for (; j >= 0; j--) {
-      attend_overlapped<false>(acc_s, acc_o, frag_p, softmax, consumer, tile_q, row, j, j < visible - 2, p);
-    }
-    attend_last(acc_o, frag_p, consumer, visible > 1);
-  } else {
-#pragma unroll 1
-    for (; j >= whole; j--) {
-      attend_in_order<true>(acc_s, acc_o, frag_p, softmax, consumer, tile_q, row, j, j < visible - 1, p);
-    }
-#pragma unroll 1
-    for (; j >= 0; j--) {
-      attend_in_order<false>(acc_s, acc_o, frag_p, softmax, consumer, tile_q, row, j, j < visible - 1, p);
-    }
-  }
+  for (; j >= 0; j--) attend_in_order<false>(acc_s, acc_o, frag_p, softmax, consumer, tile, j, p);
+  if constexpr (!kStoreByTma) release<kQueryStages>(kBarriersQ, consumer.q);
 }

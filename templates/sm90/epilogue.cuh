@@ -1,7 +1,13 @@
 // ---- Epilogue: O = acc_o / l and L = m + ln(l) leave
 
-// Normalises O and stores L. `row` is this thread's first row; `head` counts all heads of all batches.
-FUNC void finish_rows(OutputTile& acc_o, SoftmaxState& softmax, int row, i64 head, const FwdParams& p) {
+// Where L of this thread's first row lies. `row` is that row.
+FUNC gptr<float> lse_of(int row, const WorkTile& work, const FwdParams& p) {
+  return p.softmax_lse + ((i64(work.batch) * p.num_heads + work.head) * p.seqlen_q + row);
+}
+
+// Normalises O and stores L. `row` is this thread's first row.
+FUNC void finish_rows(OutputTile& acc_o, const SoftmaxState& softmax, int row, const WorkTile& work,
+                      const FwdParams& p) {
 #pragma unroll
   for (int r = 0; r < 2; r++) {
     const float sum = quad_sum(softmax.row_sum[r]);
@@ -11,7 +17,7 @@ FUNC void finish_rows(OutputTile& acc_o, SoftmaxState& softmax, int row, i64 hea
 #pragma unroll
       for (int e = 0; e < 2; e++) acc_o[4 * n + 2 * r + e] *= inverse;
     if (p.softmax_lse.address && threadIdx.x % 4 == 0 && row + r * 8 < p.seqlen_q)
-      st_global(p.softmax_lse + (head * p.seqlen_q + row + r * 8),
+      st_global(lse_of(row, work, p) + r * 8,
                 sum == 0.f ? neg_inf() : fma_f32(softmax.row_max[r], p.softmax_scale, lg2(sum) * kLn2));
   }
 }
@@ -68,4 +74,17 @@ FUNC void store_directly(const OutputTile& acc_o, int row, const WorkTile& work,
       if (row + r * 8 < p.seqlen_q && column < kHeadDim)
         st_global(o + ((row + r * 8) * p.o_row_stride + column), u32x4{piece[0], piece[1], piece[2], piece[3]});
     }
+}
+
+// O = 0 and L = -inf: rows that see no key. Four lanes write a row's chunks in turn.
+FUNC void store_zeros(int row, const WorkTile& work, const FwdParams& p) {
+  const int place = threadIdx.x % 4;
+  const gptr<Element> o = p.o + (work.batch * p.o_batch_stride + work.head * p.o_head_stride);
+#pragma unroll 1
+  for (int r = 0; r < 2 && row + r * 8 < p.seqlen_q; r++) {
+#pragma unroll 1
+    for (int column = 8 * place; column < kHeadDim; column += 32)
+      st_global(o + ((row + r * 8) * p.o_row_stride + column), u32x4{0, 0, 0, 0});
+    if (p.softmax_lse.address && place == 0) st_global(lse_of(row, work, p) + r * 8, neg_inf());
+  }
 }

@@ -35,6 +35,33 @@ FUNC void issue_pv(OutputTile& acc_o, const ProbabilityFragments& frag_p, u32 ti
   }
 }
 
+// S = Q K^T of this warp's 16 rows alone, by mma.sync: a repair is the affair of one warp, and wgmma needs all four.
+FUNC void recompute_scores(ScoreTile& acc_s, u32 tile_q, u32 tile_k) {
+  const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane % 16, key = lane / 16 * 8 + lane % 8;
+#pragma unroll
+  for (int i = 0; i < kBlockN / 2; i++) acc_s[i] = 0.f;
+#pragma unroll 1
+  for (int step = 0; step < kStepsQK; step++) {
+    u32 frag_q[4];
+    ldmatrix_x4(frag_q, tile_q + step / 4 * kQueryPanelBytes + swizzled(row, step % 4 * 2 + lane / 16));
+    const u32 keys = tile_k + step / 4 * kKeyPanelBytes + swizzled(key, step % 4 * 2 + lane / 8 % 2);
+#pragma unroll
+    for (int n = 0; n < kBlockN / 16; n++) {
+      u32 frag_k[4];
+      ldmatrix_x4(frag_k, keys + n * 16 * kPanelRowBytes);
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        float* s = acc_s + 8 * n + 4 * i;
+        float d[4] = {s[0], s[1], s[2], s[3]};
+        mma_m16n8k16<Element>(d, frag_q, frag_k[2 * i], frag_k[2 * i + 1]);
+#pragma unroll
+        for (int e = 0; e < 4; e++) s[e] = d[e];
+      }
+    }
+  }
+  sync_warp();
+}
+
 // Packs P to 16 bits.
 FUNC void pack_probabilities(ProbabilityFragments& frag_p, const ScoreTile& p) {
 #pragma unroll

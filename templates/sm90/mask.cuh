@@ -3,16 +3,17 @@
 // Query i sees key j iff j < seqlen_k and, with causal attention, j <= i + diagonal, diagonal = seqlen_k - seqlen_q:
 // the last query sees the last key (aligned bottom-right).
 
-// Key tiles that some row of a query tile sees.
-FUNC int visible_tiles(int row_0, int seqlen_k, int diagonal) {
-  const int end = kCausal ? min_i32(seqlen_k, max_i32(row_0 + kBlockM + diagonal, 0)) : seqlen_k;
+// Key tiles that some row before `row_end` sees.
+FUNC int visible_tiles(int row_end, int seqlen_k, int diagonal) {
+  const int end = kCausal ? min_i32(seqlen_k, max_i32(row_end + diagonal, 0)) : seqlen_k;
   return (end + kBlockN - 1) / kBlockN;
 }
 
-// How many of them, from the left, need no mask: every row from `row` on sees them whole.
+// How many of them, from the left, need no mask: every row from `row` on sees them whole. With the guarded softmax it
+// also sees a key beyond, whose score becomes its reference.
 FUNC int whole_tiles(int row, int seqlen_k, int diagonal) {
   const int end = kCausal ? min_i32(seqlen_k, max_i32(row + 1 + diagonal, 0)) : seqlen_k;
-  return end / kBlockN;
+  return (kCausal && kGuarded ? max_i32(end - 1, 0) : end) / kBlockN;
 }
 
 // Sets the scores of invisible keys to -inf. `row` is this thread's first row. `column` is the tile's first key.

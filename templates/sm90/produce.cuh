@@ -31,24 +31,15 @@ FUNC void load_key_tile(RingPosition& at, u32 barriers, u32 tiles, const TensorM
   advance<kNumStages>(at);
 }
 
-// All loads of a query tile, in the order in which the consumers wait for them: V one key tile behind K. Between the
-// first ones and the rest, which wait for stages, is time to learn of the next tile.
-FUNC int load_tiles(Producer& producer, int tile, const FwdParams& p) {
-  const WorkTile work = work_tile(tile, p);
-  const int visible = visible_tiles(work.m_block * kBlockM, p.seqlen_k, p.seqlen_k - p.seqlen_q);
-  if (visible > 0) load_key_tile(producer.k, kBarriersK, kSmemK, p.k_map, visible - 1, work);
-  load_query_tile(producer, work, p);
-  const int next = next_tile(tile, p);
-  if constexpr (kDynamic) hand_over_tile(producer.tile, next);
-#pragma unroll 1
-  for (int j = visible - 1; j >= 0; j--) {
-    trace("key tile", j);
-    if (j > 0) load_key_tile(producer.k, kBarriersK, kSmemK, p.k_map, j - 1, work);
-    load_key_tile(producer.v, kBarriersV, kSmemV, p.v_map, j, work);
-  }
-  return next;
+FUNC void load_k(Producer& producer, int j, const WorkTile& work, const FwdParams& p) {
+  load_key_tile(producer.k, kBarriersK, kSmemK, p.k_map, j, work);
+}
+FUNC void load_v(Producer& producer, int j, const WorkTile& work, const FwdParams& p) {
+  load_key_tile(producer.v, kBarriersV, kSmemV, p.v_map, j, work);
 }
 
+// Tiles come in the order in which the consumers wait for them: V one key tile behind K, also from one query tile to the
+// next. Between a query tile's first loads and the rest, which wait for stages, is time to learn of the next one.
 FUNC void produce(const FwdParams& p) {
   tma_prefetch_map(p.q_map);
   tma_prefetch_map(p.k_map);
@@ -59,6 +50,28 @@ FUNC void produce(const FwdParams& p) {
   Producer producer;
   producer.q = producer.k = producer.v = {0, 0};
   if constexpr (kDynamic) producer.tile = {0, 0};
+  WorkTile before = {0, 0, 0};
+  bool v_is_left = false;  // the last one of the query tile before
 #pragma unroll 1
-  for (int tile = blockIdx.x; tile < p.num_tiles;) tile = load_tiles(producer, tile, p);
+  for (int tile = blockIdx.x; tile < p.num_tiles;) {
+    const WorkTile work = work_tile(tile, p);
+    const int visible = visible_tiles((work.m_block + 1) * kBlockM, p.seqlen_k, p.seqlen_k - p.seqlen_q);
+    if (visible > 0) {
+      load_k(producer, visible - 1, work, p);
+      // Before Q, which a single Q tile's consumers give up only when they have multiplied with this V.
+      if (v_is_left) load_v(producer, 0, before, p);
+      load_query_tile(producer, work, p);
+      v_is_left = true;
+      before = work;
+    }
+    tile = next_tile(tile, p);
+    if constexpr (kDynamic) hand_over_tile(producer.tile, tile);
+#pragma unroll 1
+    for (int j = visible - 1; j > 0; j--) {
+      trace("key tile", j);
+      load_k(producer, j - 1, work, p);
+      load_v(producer, j, work, p);
+    }
+  }
+  if (v_is_left) load_v(producer, 0, before, p);
 }

@@ -1,7 +1,7 @@
 // ---- Rings of tiles in shared memory: who may read a stage, and who may refill it
 //
-// Each stage has a "full" mbarrier, on which TMA arrives with the tile's bytes, and an "empty" one, on which one thread
-// of each warpgroup arrives when its warpgroup is done with the tile. The n-th use of a stage waits for the n-th phase.
+// Each stage has a "full" mbarrier, on which TMA arrives with the tile's bytes, and an "empty" one, on which each
+// consumer warp arrives when it is done with the tile. The n-th use of a stage waits for the n-th phase.
 
 // Where a ring stands: a stage, and the parity of the phase of its current use.
 struct RingPosition {
@@ -51,12 +51,11 @@ FUNC void wait_empty(u32 barriers, RingPosition at) {
   mbarrier_try_wait(empty_barrier<kStages>(barriers, at.stage), at.phase ^ 1);
 }
 
-// One thread speaks for its warpgroup: a wgmma is one operation of all four warps, so where it has waited for it, all
-// of them have read. Where there was none they have met at a barrier.
-FUNC bool is_group_leader() { return threadIdx.x % 128 == 0; }
-
-// This warpgroup is done with a stage.
+// This warp is done with a stage.
 template <int kStages>
 FUNC void release(u32 barriers, RingPosition at) {
-  if (is_group_leader()) mbarrier_arrive(empty_barrier<kStages>(barriers, at.stage));
+  if (threadIdx.x % 32 == 0) mbarrier_arrive(empty_barrier<kStages>(barriers, at.stage));
 }
+
+// One thread issues a warpgroup's stores and waits for them, so it speaks for the warpgroup.
+FUNC bool is_group_leader() { return threadIdx.x % 128 == 0; }

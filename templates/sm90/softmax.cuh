@@ -1,4 +1,4 @@
-// ---- Online softmax of one key tile
+// ---- Softmax of one key tile
 //
 // Exponents are in base 2: with c = softmax_scale * log2(e), p = 2^(s c - m c) is one FFMA and one ex2. A row lives in
 // the four lanes of a quad; its sum stays per lane until the epilogue.
@@ -7,12 +7,17 @@
 // such rows take (s - m) c, whose error is relative to the difference. Logits of real models stay below 100.
 constexpr float kLargeReference = 2048.f;
 
+// Guarded softmax: a lane's sum over one tile proves that no p of it passed this limit. fp16 P must stay below 65504;
+// bf16 has float's exponent range, and sums of up to 2^27 a row and tile leave |v| times the tiles room up to 10^30.
+constexpr float kGuardLimit = kFp16 ? 32768.f : 16777216.f;
+
 constexpr float kLn2 = 0.69314718f;
 
 // A thread keeps two rows: warp % 4 * 16 + r * 8 + lane / 4 of its warpgroup's.
 struct SoftmaxState {
   float row_max[2];  // m, in raw scores; -inf until a key was seen
   float row_sum[2];  // l: this lane's part of sum 2^(s c - m c)
+  float guard_limit;  // tile sums must stay below; -1 forces the exact path (a large reference)
 };
 
 FUNC float quad_max(float v) {
@@ -54,7 +59,9 @@ FUNC void online_softmax(ScoreTile& acc_s, SoftmaxState& softmax, float (&alpha)
   // The rare case only prepares, so that one basic block goes from the exponents to the fragments of P. With the
   // exponents in a branch of each case, ptxas puts the sums, the conversion of P and the rescaling of O behind them; in
   // one block they run while ex2 does: H200, 28 kernels and sizes, 0.98 to 1.17 times as fast, 1.05 in the mean.
-  if (any_lane(large)) {
+  large = any_lane(large);
+  if constexpr (kGuarded) softmax.guard_limit = large ? -1.f : kGuardLimit;
+  if (large) {
 #pragma unroll
     for (int i = 0; i < kBlockN / 2; i++) acc_s[i] -= reference[i / 2 % 2];
     reference[0] = reference[1] = 0.f;
@@ -69,6 +76,28 @@ FUNC void online_softmax(ScoreTile& acc_s, SoftmaxState& softmax, float (&alpha)
   for (int i = 4; i < kBlockN / 2; i++) tile_sum[i / 2 % 2] += acc_s[i];
 #pragma unroll
   for (int r = 0; r < 2; r++) softmax.row_sum[r] = fma_f32(softmax.row_sum[r], alpha[r], tile_sum[r]);
+}
+
+// Guarded softmax: P against the reference that the rows have, so there is no maximum, no shuffle and no rescale.
+// tile_sum is this lane's part of the row sums.
+FUNC void guarded_softmax(ScoreTile& acc_s, float (&tile_sum)[2], const SoftmaxState& softmax, float scale_log2) {
+  const float reference[2] = {softmax.row_max[0] * scale_log2, softmax.row_max[1] * scale_log2};
+#pragma unroll
+  for (int i = 0; i < kBlockN / 2; i++) {
+    acc_s[i] = ex2(fma_f32(acc_s[i], scale_log2, -reference[i / 2 % 2]));
+    tile_sum[i / 2 % 2] = i / 4 == 0 && i % 2 == 0 ? acc_s[i] : tile_sum[i / 2 % 2] + acc_s[i];
+  }
+}
+
+// No lane's sum left its range or is NaN, nor is its reference large. A row without a reference has NaN: rows get one
+// from the tiles that need a mask.
+FUNC bool is_proved(const SoftmaxState& softmax, const float (&tile_sum)[2]) {
+  return tile_sum[0] < softmax.guard_limit && tile_sum[1] < softmax.guard_limit;
+}
+
+FUNC void add_tile_sum(SoftmaxState& softmax, const float (&tile_sum)[2]) {
+  softmax.row_sum[0] += tile_sum[0];
+  softmax.row_sum[1] += tile_sum[1];
 }
 
 FUNC void rescale_output(OutputTile& acc_o, const float (&alpha)[2]) {
