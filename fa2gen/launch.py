@@ -157,6 +157,7 @@ def _fwd_sm90_plan(
         num_m_blocks=num_m_blocks,
         num_tiles=tiles,
         heads_per_section=_equal_sections(heads, heads_per_section(spec, problem, section), num_m_blocks),
+        tail_m_blocks=num_m_blocks // 2 if spec.causal else 0,
         softmax_scale=softmax_scale,
         scale_log2=_scale_log2(softmax_scale),
     )

@@ -185,6 +185,7 @@ FWD_SM90_PARAMS = ParamStruct(
         Field("int", "num_m_blocks", "ceil(seqlen_q / block_m)"),
         Field("int", "num_tiles", "batch * num_heads * num_m_blocks"),
         Field("int", "heads_per_section", "heads whose K and V stay in L2 together; 1 to all are right"),
+        Field("int", "tail_m_blocks", "query tiles, each head's first, that come after all others; 0 to all are right"),
         Field("float", "softmax_scale", "at least 0, usually 1 / sqrt(head_dim)"),
         Field("float", "scale_log2", "softmax_scale * log2(e); where that is 0, a positive number as small as 2^-149"),
     ),

@@ -39,8 +39,12 @@ def run_plan(
     counters = Counters()
     for launch in plan.launches:
         kernel = build(render_kernel(spec, config, "host", launch.kernel))
-        words = _pointer_words(launch, config)
-        bound = [dataclasses.replace(b, pointer_index=words[b.name]) for b in shared if b.name in words]
+        pointers, maps = _pointer_words(launch, config), _map_words(launch)
+        bound = [
+            dataclasses.replace(b, pointer_index=pointers.get(b.name, -1), map_index=maps.get(b.name, -1))
+            for b in shared
+            if b.name in pointers or b.name in maps
+        ]
         launch = dataclasses.replace(launch, params=_with_maps(launch))
         counters += run(kernel, launch, bound, **options)  # type: ignore[arg-type]
     for b in shared:
@@ -50,14 +54,14 @@ def run_plan(
 
 
 def _pointer_words(launch: Launch, config: Config) -> dict[str, int]:
-    """For each tensor and workspace the 8-byte word of the parameters that holds its address.
-
-    A tensor that a map shows is reached by that map only.
-    """
+    """For each tensor and workspace the 8-byte word of the parameters that holds its address."""
     struct = param_struct(launch.kernel, config.family)
-    words = {name: struct.pointers_at // 8 + i for i, name in enumerate(struct.pointers)}
-    maps = {each.tensor: i * BYTES // 8 for i, each in enumerate(launch.tensor_maps) if each is not None}
-    return words | maps
+    return {name: struct.pointers_at // 8 + i for i, name in enumerate(struct.pointers)}
+
+
+def _map_words(launch: Launch) -> dict[str, int]:
+    """For each tensor that a map shows the word at which the map begins."""
+    return {each.tensor: i * BYTES // 8 for i, each in enumerate(launch.tensor_maps) if each is not None}
 
 
 def _with_maps(launch: Launch) -> bytes:

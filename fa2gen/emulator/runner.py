@@ -44,6 +44,7 @@ class Buffer:
         data: 1-D uint8 of even length. Written in place after the run, where in view, if it is writeable; a store
             to one that is not is reported (``global-read-only``).
         pointer_index: The field of the parameter struct that points here (see ``ParamStruct.pointers``); -1 for none.
+        map_index: The 8-byte word of the struct where a tensor map that shows this buffer begins; -1 for none.
         start: Byte offset of that pointer in ``data``. ``data[0]`` is aligned to 256 bytes in the emulated memory.
         readable: One bool for every 2 bytes: in view. Others may not be touched. None: all are.
         output: Written once: elements never written, written twice or read before are reported.
@@ -56,6 +57,7 @@ class Buffer:
     name: str
     data: np.ndarray
     pointer_index: int = -1
+    map_index: int = -1
     start: int = 0
     readable: np.ndarray | None = None
     output: bool = False
@@ -126,7 +128,7 @@ def _job(
         parts.append(struct.pack("<I", len(name)) + name)
         masks = (b.readable, b.initialised)
         flags = (b.data.flags.writeable, b.output, *(mask is not None for mask in masks))
-        parts.append(struct.pack("<iIIIIQQ", b.pointer_index, *flags, b.start, b.data.size))
+        parts.append(struct.pack("<iiIIIIQQ", b.pointer_index, b.map_index, *flags, b.start, b.data.size))
         parts += [mask.tobytes() for mask in masks if mask is not None]
         parts.append(b.data.tobytes())
     return b"".join(parts)
@@ -179,8 +181,9 @@ def run(
     if threads is not None and threads < 0:
         raise ArgumentError(f"threads must be at least 1, or 0 or None for one of each core, got {threads}")
     for b in buffers:
-        if b.pointer_index >= len(launch.params) // 8:
-            raise ArgumentError(f"pointer_index of buffer {b.name} is beyond the parameters: {b.pointer_index}")
+        for name in ("pointer_index", "map_index"):
+            if getattr(b, name) >= len(launch.params) // 8:
+                raise ArgumentError(f"{name} of buffer {b.name} is beyond the parameters: {getattr(b, name)}")
     lazy = seed % 2 == 1 if lazy_wgmma is None else lazy_wgmma
     job = _job(launch, buffers, seed, random_schedule, lazy, checks, threads or os.cpu_count() or 1)
     try:

@@ -56,14 +56,13 @@ FUNC void produce(const FwdParams& p) {
   for (int tile = blockIdx.x; tile < p.num_tiles;) {
     const WorkTile work = work_tile(tile, p);
     const int visible = visible_tiles((work.m_block + 1) * kBlockM, p.seqlen_k, p.seqlen_k - p.seqlen_q);
-    if (visible > 0) {
-      load_k(producer, visible - 1, work, p);
-      // Before Q, which a single Q tile's consumers give up only when they have multiplied with this V.
-      if (v_is_left) load_v(producer, 0, before, p);
-      load_query_tile(producer, work, p);
-      v_is_left = true;
-      before = work;
-    }
+    if (visible > 0) load_k(producer, visible - 1, work, p);
+    // Before Q, which a single Q tile's consumers give up only when they have multiplied with this V; and before the
+    // number of the next tile, which they do not ask for earlier.
+    if (v_is_left) load_v(producer, 0, before, p);
+    v_is_left = visible > 0;
+    before = work;
+    if (visible > 0) load_query_tile(producer, work, p);
     tile = next_tile(tile, p);
     if constexpr (kDynamic) hand_over_tile(producer.tile, tile);
 #pragma unroll 1

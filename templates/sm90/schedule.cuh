@@ -8,15 +8,22 @@ struct WorkTile {
 
 FUNC WorkTile work_tile(int id, const FwdParams& p) {
   if constexpr (kCausal) {
-    // Heads go in sections whose K and V fit in half of L2 together, and inside a section the last query tiles come
-    // first: they are the longest, and the short ones fill the gaps. Measured on an H200, d 128, one lever after the
-    // other: +6 % and +8 % (16k tokens), +9 % and +10 % (1k).
-    const int section_tiles = p.num_m_blocks * p.heads_per_section;
-    const int first_head = id / section_tiles * p.heads_per_section;
-    const int heads = min_i32(p.heads_per_section, p.batch * p.num_heads - first_head);  // the last may have fewer
-    const int place = id % section_tiles;
-    const int head = first_head + place % heads;
-    return {p.num_m_blocks - 1 - place / heads, head / p.num_heads, head % p.num_heads};
+    // Heads go in sections whose K and V stay in L2 together, and inside a section the last query tiles come first: they
+    // are the longest, and the short ones fill the gaps. The short half of them (tail_m_blocks, from the host) is left to
+    // the end, for all heads together: a last section by itself has too few tiles to end evenly on all SMs.
+    const int heads_in_all = p.batch * p.num_heads, long_m_blocks = p.num_m_blocks - p.tail_m_blocks;
+    int first_head = 0, heads = heads_in_all, m_blocks = p.tail_m_blocks;
+    if (id < long_m_blocks * heads_in_all) {
+      const int section_tiles = long_m_blocks * p.heads_per_section;
+      first_head = id / section_tiles * p.heads_per_section;
+      id %= section_tiles;
+      heads = min_i32(p.heads_per_section, heads_in_all - first_head);  // the last section may be smaller
+      m_blocks = p.num_m_blocks;
+    } else {
+      id -= long_m_blocks * heads_in_all;
+    }
+    const int head = first_head + id % heads;
+    return {m_blocks - 1 - id / heads, head / p.num_heads, head % p.num_heads};
   } else {
     // The query tiles of a head follow each other, so that blocks that run together read the same K and V.
     const int head = id / p.num_m_blocks;

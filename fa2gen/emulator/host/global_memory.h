@@ -18,7 +18,8 @@ class GlobalBuffer {
   enum Flag : uint8_t { kInView = 1, kInitialised = 2, kAtomic = 4, kRead = 8 };
 
   std::string name;
-  int pointer_index = 0;  // which field of the parameter struct points here
+  int pointer_index = 0;  // which 8-byte word of the parameters points here; -1: none
+  int map_index = 0;      // and at which begins a tensor map that shows it
   uint64_t start = 0;  // at which byte
   bool writable = false, output = false;
   bool keeps_state = false;  // which elements are initialised is known from earlier launches, and told to later ones

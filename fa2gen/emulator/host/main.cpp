@@ -40,6 +40,7 @@ void read_buffer(Reader& in, GlobalBuffer& buffer) {
   buffer.name.resize(in.value<uint32_t>());
   in.bytes(&buffer.name[0], buffer.name.size());
   buffer.pointer_index = in.value<int32_t>();
+  buffer.map_index = in.value<int32_t>();
   buffer.writable = in.value<uint32_t>();
   buffer.output = in.value<uint32_t>();
   const bool has_mask = in.value<uint32_t>();
@@ -79,8 +80,8 @@ void read_job(Job& job) {
   job.memory.buffers.resize(num_buffers);
   for (GlobalBuffer& buffer : job.memory.buffers) {
     read_buffer(in, buffer);
-    if (buffer.pointer_index >= 0)
-      job.params.at(buffer.pointer_index) = reinterpret_cast<uintptr_t>(buffer.data) + buffer.start;
+    for (const int word : {buffer.pointer_index, buffer.map_index})
+      if (word >= 0) job.params.at(word) = reinterpret_cast<uintptr_t>(buffer.data) + buffer.start;
   }
 }
 
