@@ -50,27 +50,28 @@ FUNC void produce(const FwdParams& p) {
   Producer producer;
   producer.q = producer.k = producer.v = {0, 0};
   if constexpr (kDynamic) producer.tile = {0, 0};
+  // The query tile before, whose last tile of V is still to come.
   WorkTile before = {0, 0, 0};
-  bool v_is_left = false;  // the last one of the query tile before
+  int last = -1;
 #pragma unroll 1
   for (int tile = blockIdx.x; tile < p.num_tiles;) {
     const WorkTile work = work_tile(tile, p);
     const int visible = visible_tiles((work.m_block + 1) * kBlockM, p.seqlen_k, p.seqlen_k - p.seqlen_q);
-    if (visible > 0) load_k(producer, visible - 1, work, p);
+    if (visible > 0) load_k(producer, 0, work, p);
     // Before Q, which a single Q tile's consumers give up only when they have multiplied with this V; and before the
     // number of the next tile, which they do not ask for earlier.
-    if (v_is_left) load_v(producer, 0, before, p);
-    v_is_left = visible > 0;
+    if (last >= 0) load_v(producer, last, before, p);
     before = work;
+    last = visible - 1;
     if (visible > 0) load_query_tile(producer, work, p);
     tile = next_tile(tile, p);
     if constexpr (kDynamic) hand_over_tile(producer.tile, tile);
 #pragma unroll 1
-    for (int j = visible - 1; j > 0; j--) {
+    for (int j = 1; j < visible; j++) {
       trace("key tile", j);
-      load_k(producer, j - 1, work, p);
-      load_v(producer, j, work, p);
+      load_k(producer, j, work, p);
+      load_v(producer, j - 1, work, p);
     }
   }
-  if (v_is_left) load_v(producer, 0, before, p);
+  if (last >= 0) load_v(producer, last, before, p);
 }
