@@ -1,7 +1,6 @@
 // ---- One query tile against its key tiles, as a consumer warpgroup goes through them
 //
-// Key tiles come from left to right. Under a causal mask the tiles that need one come last, and blocks that begin together
-// read the same K and V together, whichever query tile they have.
+// Key tiles come from right to left, so that the ones that need a mask come first.
 
 // What a consumer warpgroup keeps from tile to tile.
 struct Consumer {
@@ -18,8 +17,8 @@ struct QueryTile {
   int id;
   int row;  // this thread's first row
   int visible;  // key tiles that some row of the block's tile sees
-  int own;  // those that this consumer goes through: at least one
-  int whole;  // those of them that need no mask
+  int own;  // those that this consumer goes through, from the left: at least one
+  int whole;  // those of them, from the left, that need no mask
 };
 
 FUNC QueryTile query_tile(int id, int group, const FwdParams& p) {
@@ -46,12 +45,11 @@ constexpr int kProbabilityBarrier = 1 + kWarpgroups;
 // Where a consumer's warps meet at the end of a query tile.
 constexpr int kOutputBarrier = 1 + 2 * kWarpgroups;
 
-FUNC u32 query_rows(RingPosition at, int group) {
-  return smem_base() + kSmemQ + at.stage * kQueryTileBytes + group * kGroupBytes;
+FUNC u32 query_rows(const Consumer& consumer) {
+  return smem_base() + kSmemQ + stage_of(consumer.q) * kQueryTileBytes + consumer.group * kGroupBytes;
 }
-FUNC u32 query_rows(const Consumer& consumer) { return query_rows(consumer.q, consumer.group); }
-FUNC u32 key_tile(RingPosition at) { return smem_base() + kSmemK + at.stage * kKeyTileBytes; }
-FUNC u32 value_tile(RingPosition at) { return smem_base() + kSmemV + at.stage * kKeyTileBytes; }
+FUNC u32 key_tile(RingPosition at) { return smem_base() + kSmemK + stage_of(at) * kKeyTileBytes; }
+FUNC u32 value_tile(RingPosition at) { return smem_base() + kSmemV + stage_of(at) * kKeyTileBytes; }
 
 FUNC void await_k(const Consumer& consumer) { wait_full<kNumStages>(kBarriersK, consumer.k); }
 FUNC void await_v(const Consumer& consumer) { wait_full<kNumStages>(kBarriersV, consumer.v); }
@@ -68,17 +66,21 @@ FUNC void release_v(Consumer& consumer) {
 // O leaves through the Q tile where it was computed; that one may be refilled once the store has read it. With two Q
 // tiles there is time until the next query tile is under way.
 FUNC void finish_store(Consumer& consumer) {
-  const RingPosition before = {kQueryStages == 1 ? 0 : 1 - consumer.q.stage, 0};
+  const int before = kQueryStages == 1 ? 0 : 1 - stage_of(consumer.q);
   if (consumer.is_storing && is_group_leader()) {
     tma_store_wait_read<0>();
-    mbarrier_arrive(empty_barrier<kQueryStages>(kBarriersQ, before.stage));
+    mbarrier_arrive(empty_barrier<kQueryStages>(kBarriersQ, before));
   }
   consumer.is_storing = false;
 }
 
-// Under a causal mask the last key tiles of a query tile may be for later consumers only. They go back unread, though not
-// before they have come: an arrival belongs to a phase. And their turns pass.
+// Under a causal mask the first key tiles of a query tile may be for later consumers only. They go back unread, though
+// not before they have come: an arrival belongs to a phase. And their turns pass.
 constexpr bool kSkips = kCausal && kWarpgroups > 1;
+// As many of them there are at most.
+constexpr int kMostSkipped = (kBlockM - kGroupRows + kBlockN - 1) / kBlockN;
+// Where all of them and one more have their stages, a consumer need not wait for the others before its first softmax.
+constexpr bool kSkipsKeysFirst = kNumStages > kMostSkipped;
 
 // No product makes a warp's lanes meet here. One that has yet to wait would wait for ever once the stage is refilled.
 FUNC void skip_key(Consumer& consumer) {
@@ -95,7 +97,6 @@ FUNC void skip_turn(const Consumer& consumer) {
   wait_for_turn(consumer.group);
   pass_turn(consumer.group);
 }
-
 FUNC void skip_tiles(Consumer& consumer, const QueryTile& tile) {
 #pragma unroll 1
   for (int j = tile.own; j < tile.visible; j++) {
@@ -106,13 +107,12 @@ FUNC void skip_tiles(Consumer& consumer, const QueryTile& tile) {
 }
 
 // P where the next product finds it.
-FUNC void share_probabilities(const ProbabilityFragments& frag_p, const Consumer& consumer) {
-  store_probabilities(consumer.tile_p, frag_p);
-  bar_sync(kProbabilityBarrier + consumer.group, 128);
-}
 FUNC void hand_over_probabilities(ProbabilityFragments& frag_p, const ScoreTile& acc_s, const Consumer& consumer) {
   pack_probabilities(frag_p, acc_s);
-  if constexpr (kSharedP) share_probabilities(frag_p, consumer);
+  if constexpr (kSharedP) {
+    store_probabilities(consumer.tile_p, frag_p);
+    bar_sync(kProbabilityBarrier + consumer.group, 128);
+  }
 }
 
 // The scores of key tile j as P.
@@ -122,10 +122,20 @@ FUNC void softmax_step(ScoreTile& acc_s, SoftmaxState& softmax, float (&alpha)[2
   online_softmax(acc_s, softmax, alpha, p.scale_log2);
 }
 
-// The scores of the first key tile.
-FUNC void score_first(ScoreTile& acc_s, Consumer& consumer) {
+// Q and the first key tile are there.
+FUNC void await_first(Consumer& consumer, const QueryTile& tile) {
+  if constexpr (kSkips && kSkipsKeysFirst) {
+#pragma unroll 1
+    for (int j = tile.own; j < tile.visible; j++) skip_key(consumer);
+  }
+  if constexpr (kSkips && !kSkipsKeysFirst) skip_tiles(consumer, tile);
   wait_full<kQueryStages>(kBarriersQ, consumer.q);
   await_k(consumer);
+}
+
+// The scores of the first key tile.
+FUNC void score_first(ScoreTile& acc_s, Consumer& consumer, const QueryTile& tile) {
+  await_first(consumer, tile);
   wgmma_fence();
   issue_qk(acc_s, query_rows(consumer), key_tile(consumer.k));
   wgmma_commit();
@@ -133,44 +143,29 @@ FUNC void score_first(ScoreTile& acc_s, Consumer& consumer) {
   release_k(consumer);
 }
 
-// And their softmax: P of that tile, and no O yet. Every row that sees a key sees the first one.
-FUNC void attend_first(ScoreTile& acc_s, ProbabilityFragments& frag_p, SoftmaxState& softmax, const Consumer& consumer,
+// And their softmax: P of that tile, and no O yet.
+FUNC void attend_first(ScoreTile& acc_s, ProbabilityFragments& frag_p, SoftmaxState& softmax, Consumer& consumer,
                        const QueryTile& tile, const FwdParams& p) {
   float alpha[2];
-  if (tile.whole == 0) mask_scores(acc_s, tile.row, 0, p.seqlen_k, p.seqlen_k - p.seqlen_q);
+  const int j = tile.own - 1;
+  if constexpr (kSkips && kSkipsKeysFirst && kPingPong) {
+#pragma unroll 1
+    for (int i = tile.own; i < tile.visible; i++) skip_turn(consumer);
+  }
+  if (j >= tile.whole) mask_scores(acc_s, tile.row, j * kBlockN, p.seqlen_k, p.seqlen_k - p.seqlen_q);
   online_softmax(acc_s, softmax, alpha, p.scale_log2);
   hand_over_probabilities(frag_p, acc_s, consumer);
-}
-
-// Key tile j, whose scores are there, with the guarded softmax. O += P V of the tile before is in flight.
-template <bool kMasked>
-FUNC void guarded_step(ScoreTile& acc_s, OutputTile& acc_o, ProbabilityFragments& frag_p, SoftmaxState& softmax,
-                       Consumer& consumer, int row, int j, const FwdParams& p) {
-  float tile_sum[2];
-  if constexpr (kMasked) mask_scores(acc_s, row, j * kBlockN, p.seqlen_k, p.seqlen_k - p.seqlen_q);
-  guarded_softmax(acc_s, tile_sum, softmax, p.scale_log2);
-  wgmma_wait<0>();
-  release_v(consumer);
-  pack_probabilities(frag_p, acc_s);
-  if (any_lane(!is_proved(softmax, tile_sum))) {
-    // Repair: the scores again, from K still in shared memory.
-    float alpha[2];
-    recompute_scores(acc_s, query_rows(consumer), key_tile(consumer.k));
-    softmax_step<kMasked>(acc_s, softmax, alpha, row, j, p);
-    pack_probabilities(frag_p, acc_s);
-    rescale_output(acc_o, alpha);
-    if (p.repairs.address && threadIdx.x % 32 == 0) atomic_add<u32>(p.repairs, 1);
-  } else {
-    add_tile_sum(softmax, tile_sum);
+  if constexpr (kSkips && kSkipsKeysFirst) {
+#pragma unroll 1
+    for (int i = tile.own; i < tile.visible; i++) skip_value(consumer);
   }
-  release_k(consumer);
-  if constexpr (kSharedP) share_probabilities(frag_p, consumer);
 }
 
 // O += P V of the tile before, and S = Q K^T of key tile j and its softmax while that product runs.
 template <bool kMasked>
 FUNC void attend_overlapped(ScoreTile& acc_s, OutputTile& acc_o, ProbabilityFragments& frag_p, SoftmaxState& softmax,
-                            Consumer& consumer, int row, int j, const FwdParams& p) {
+                            Consumer& consumer, const QueryTile& tile, int j, const FwdParams& p) {
+  float alpha[2];
   trace("key tile", j);
   await_k(consumer);
   if constexpr (kPingPong) wait_for_turn(consumer.group);
@@ -179,16 +174,34 @@ FUNC void attend_overlapped(ScoreTile& acc_s, OutputTile& acc_o, ProbabilityFrag
   wgmma_commit();
   await_v(consumer);
   wgmma_fence();
-  issue_pv(acc_o, frag_p, consumer.tile_p, value_tile(consumer.v), j > 1);
+  issue_pv(acc_o, frag_p, consumer.tile_p, value_tile(consumer.v), j < tile.own - 2);
   wgmma_commit();
   if constexpr (kPingPong) pass_turn(consumer.group);
   wgmma_wait<1>();
-  if constexpr (kGuarded) {
-    guarded_step<kMasked>(acc_s, acc_o, frag_p, softmax, consumer, row, j, p);
-  } else {
-    float alpha[2];
+  if constexpr (kGuarded && !kMasked) {
+    float tile_sum[2];
+    guarded_softmax(acc_s, tile_sum, softmax, p.scale_log2);
+    wgmma_wait<0>();
+    release_v(consumer);
+    pack_probabilities(frag_p, acc_s);
+    if (any_lane(!is_proved(softmax, tile_sum))) {
+      // Repair: the scores again, from K still in shared memory.
+      recompute_scores(acc_s, query_rows(consumer), key_tile(consumer.k));
+      online_softmax(acc_s, softmax, alpha, p.scale_log2);
+      pack_probabilities(frag_p, acc_s);
+      rescale_output(acc_o, alpha);
+      if (p.repairs.address && threadIdx.x % 32 == 0) atomic_add<u32>(p.repairs, 1);
+    } else {
+      add_tile_sum(softmax, tile_sum);
+    }
     release_k(consumer);
-    softmax_step<kMasked>(acc_s, softmax, alpha, row, j, p);
+    if constexpr (kSharedP) {
+      store_probabilities(consumer.tile_p, frag_p);
+      bar_sync(kProbabilityBarrier + consumer.group, 128);
+    }
+  } else {
+    release_k(consumer);
+    softmax_step<kMasked>(acc_s, softmax, alpha, tile.row, j, p);
     wgmma_wait<0>();
     release_v(consumer);
     hand_over_probabilities(frag_p, acc_s, consumer);
@@ -201,56 +214,54 @@ FUNC void attend(ScoreTile& acc_s, OutputTile& acc_o, ProbabilityFragments& frag
                  Consumer& consumer, const QueryTile& tile, const FwdParams& p) {
   attend_first(acc_s, frag_p, softmax, consumer, tile, p);
   if constexpr (kStoreByTma && kQueryStages > 1) finish_store(consumer);
-  int j = 1;
+  int j = tile.own - 2;
+  if constexpr (kCausal) {
 #pragma unroll 1
-  for (; j < tile.whole; j++) attend_overlapped<false>(acc_s, acc_o, frag_p, softmax, consumer, tile.row, j, p);
+    for (; j >= tile.whole; j--) attend_overlapped<true>(acc_s, acc_o, frag_p, softmax, consumer, tile, j, p);
+  }
 #pragma unroll 1
-  for (; j < tile.own; j++) attend_overlapped<true>(acc_s, acc_o, frag_p, softmax, consumer, tile.row, j, p);
+  for (; j >= 0; j--) attend_overlapped<false>(acc_s, acc_o, frag_p, softmax, consumer, tile, j, p);
   if constexpr (!kStoreByTma) release<kQueryStages>(kBarriersQ, consumer.q);
 }
 
 // O += P V of the last key tile.
-FUNC void attend_last(OutputTile& acc_o, const ProbabilityFragments& frag_p, Consumer& consumer,
-                      const QueryTile& tile) {
+FUNC void attend_last(OutputTile& acc_o, const ProbabilityFragments& frag_p, Consumer& consumer, bool accumulate) {
   await_v(consumer);
   if constexpr (kPingPong) wait_for_turn(consumer.group);
   wgmma_fence();
-  issue_pv(acc_o, frag_p, consumer.tile_p, value_tile(consumer.v), tile.own > 1);
+  issue_pv(acc_o, frag_p, consumer.tile_p, value_tile(consumer.v), accumulate);
   wgmma_commit();
   if constexpr (kPingPong) pass_turn(consumer.group);
   wgmma_wait<0>();
   release_v(consumer);
 }
 
-// The same, and behind it the scores of the next query tile's first key tile: they are in flight on return.
+// The same, and behind it the scores of the first key tile of the next query tile: they are in flight on return.
 FUNC void attend_last_and_next(ScoreTile& acc_s, OutputTile& acc_o, const ProbabilityFragments& frag_p,
-                               Consumer& consumer, const QueryTile& tile) {
-  RingPosition next_q = consumer.q;
-  advance<kQueryStages>(next_q);
+                               Consumer& consumer, const QueryTile& tile, const QueryTile& next) {
+  Consumer ahead = consumer;
+  advance<kQueryStages>(ahead.q);
   await_v(consumer);
-  if constexpr (kSkips) {
-#pragma unroll 1
-    for (int j = tile.own; j < tile.visible; j++) skip_key(consumer);
-  }
-  wait_full<kQueryStages>(kBarriersQ, next_q);
-  await_k(consumer);
+  await_first(ahead, next);
   if constexpr (kPingPong) wait_for_turn(consumer.group);
   wgmma_fence();
   issue_pv(acc_o, frag_p, consumer.tile_p, value_tile(consumer.v), tile.own > 1);
   wgmma_commit();
   wgmma_fence();
-  issue_qk(acc_s, query_rows(next_q, consumer.group), key_tile(consumer.k));
+  issue_qk(acc_s, query_rows(ahead), key_tile(ahead.k));
   wgmma_commit();
   if constexpr (kPingPong) pass_turn(consumer.group);
   wgmma_wait<1>();
   release_v(consumer);
+  consumer.k = ahead.k;
 }
 
 // Key tile j, one product after the other.
 template <bool kMasked>
 FUNC void attend_in_order(ScoreTile& acc_s, OutputTile& acc_o, ProbabilityFragments& frag_p, SoftmaxState& softmax,
-                          Consumer& consumer, int row, int j, const FwdParams& p) {
+                          Consumer& consumer, const QueryTile& tile, int j, const FwdParams& p) {
   float alpha[2];
+  const bool accumulate = j < tile.own - 1;
   trace("key tile", j);
   await_k(consumer);
   if constexpr (kPingPong) wait_for_turn(consumer.group);
@@ -260,12 +271,12 @@ FUNC void attend_in_order(ScoreTile& acc_s, OutputTile& acc_o, ProbabilityFragme
   if constexpr (kPingPong) pass_turn(consumer.group);
   wgmma_wait<0>();
   release_k(consumer);
-  softmax_step<kMasked>(acc_s, softmax, alpha, row, j, p);
-  if (j > 0) rescale_output(acc_o, alpha);
+  softmax_step<kMasked>(acc_s, softmax, alpha, tile.row, j, p);
+  if (accumulate) rescale_output(acc_o, alpha);
   hand_over_probabilities(frag_p, acc_s, consumer);
   await_v(consumer);
   wgmma_fence();
-  issue_pv(acc_o, frag_p, consumer.tile_p, value_tile(consumer.v), j > 0);
+  issue_pv(acc_o, frag_p, consumer.tile_p, value_tile(consumer.v), accumulate);
   wgmma_commit();
   wgmma_wait<0>();
   release_v(consumer);
@@ -276,12 +287,13 @@ FUNC void attend_all_in_order(OutputTile& acc_o, SoftmaxState& softmax, Consumer
                               const FwdParams& p) {
   ScoreTile acc_s;
   ProbabilityFragments frag_p;
+  if constexpr (kSkips) skip_tiles(consumer, tile);
   wait_full<kQueryStages>(kBarriersQ, consumer.q);
   if constexpr (kStoreByTma && kQueryStages > 1) finish_store(consumer);
-  int j = 0;
+  int j = tile.own - 1;
 #pragma unroll 1
-  for (; j < tile.whole; j++) attend_in_order<false>(acc_s, acc_o, frag_p, softmax, consumer, tile.row, j, p);
+  for (; j >= tile.whole; j--) attend_in_order<true>(acc_s, acc_o, frag_p, softmax, consumer, tile, j, p);
 #pragma unroll 1
-  for (; j < tile.own; j++) attend_in_order<true>(acc_s, acc_o, frag_p, softmax, consumer, tile.row, j, p);
+  for (; j >= 0; j--) attend_in_order<false>(acc_s, acc_o, frag_p, softmax, consumer, tile, j, p);
   if constexpr (!kStoreByTma) release<kQueryStages>(kBarriersQ, consumer.q);
 }

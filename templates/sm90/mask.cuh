@@ -9,10 +9,11 @@ FUNC int visible_tiles(int row_end, int seqlen_k, int diagonal) {
   return (end + kBlockN - 1) / kBlockN;
 }
 
-// How many of them, from the left, need no mask: every row from `row` on sees them whole.
+// How many of them, from the left, need no mask: every row from `row` on sees them whole. With the guarded softmax it
+// also sees a key beyond, whose score becomes its reference.
 FUNC int whole_tiles(int row, int seqlen_k, int diagonal) {
   const int end = kCausal ? min_i32(seqlen_k, max_i32(row + 1 + diagonal, 0)) : seqlen_k;
-  return end / kBlockN;
+  return (kCausal && kGuarded ? max_i32(end - 1, 0) : end) / kBlockN;
 }
 
 // Sets the scores of invisible keys to -inf. `row` is this thread's first row. `column` is the tile's first key.

@@ -7,9 +7,9 @@ struct Producer {
 
 FUNC void load_query_tile(Producer& producer, const WorkTile& work, const FwdParams& p) {
   wait_empty<kQueryStages>(kBarriersQ, producer.q);
-  const u32 full = full_barrier<kQueryStages>(kBarriersQ, producer.q.stage);
+  const u32 full = full_barrier<kQueryStages>(kBarriersQ, stage_of(producer.q));
   mbarrier_arrive_expect_tx(full, kQueryTileBytes);
-  const u32 tile = smem_base() + kSmemQ + producer.q.stage * kQueryTileBytes;
+  const u32 tile = smem_base() + kSmemQ + stage_of(producer.q) * kQueryTileBytes;
 #pragma unroll
   for (int group = 0; group < kWarpgroups; group++)
 #pragma unroll
@@ -22,9 +22,9 @@ FUNC void load_query_tile(Producer& producer, const WorkTile& work, const FwdPar
 // Key tile j of K or of V into the next stage of its ring.
 FUNC void load_key_tile(RingPosition& at, u32 barriers, u32 tiles, const TensorMap& map, int j, const WorkTile& work) {
   wait_empty<kNumStages>(barriers, at);
-  const u32 full = full_barrier<kNumStages>(barriers, at.stage);
+  const u32 full = full_barrier<kNumStages>(barriers, stage_of(at));
   mbarrier_arrive_expect_tx(full, kKeyTileBytes);
-  const u32 tile = smem_base() + tiles + at.stage * kKeyTileBytes;
+  const u32 tile = smem_base() + tiles + stage_of(at) * kKeyTileBytes;
 #pragma unroll
   for (int panel = 0; panel < kPanels; panel++)
     tma_load(tile + panel * kKeyPanelBytes, map, full, panel * 64, j * kBlockN, work.head / kGqaRatio, work.batch);
@@ -48,30 +48,29 @@ FUNC void produce(const FwdParams& p) {
     if (blockIdx.x == 0) open_tickets(p.tickets);
   }
   Producer producer;
-  producer.q = producer.k = producer.v = {0, 0};
-  if constexpr (kDynamic) producer.tile = {0, 0};
-  // The query tile before, whose last tile of V is still to come.
+  producer.q = producer.k = producer.v = 0;
+  if constexpr (kDynamic) producer.tile = 0;
   WorkTile before = {0, 0, 0};
-  int last = -1;
+  bool v_is_left = false;  // the last one of the query tile before
 #pragma unroll 1
   for (int tile = blockIdx.x; tile < p.num_tiles;) {
     const WorkTile work = work_tile(tile, p);
     const int visible = visible_tiles((work.m_block + 1) * kBlockM, p.seqlen_k, p.seqlen_k - p.seqlen_q);
-    if (visible > 0) load_k(producer, 0, work, p);
+    if (visible > 0) load_k(producer, visible - 1, work, p);
     // Before Q, which a single Q tile's consumers give up only when they have multiplied with this V; and before the
     // number of the next tile, which they do not ask for earlier.
-    if (last >= 0) load_v(producer, last, before, p);
+    if (v_is_left) load_v(producer, 0, before, p);
+    v_is_left = visible > 0;
     before = work;
-    last = visible - 1;
     if (visible > 0) load_query_tile(producer, work, p);
     tile = next_tile(tile, p);
     if constexpr (kDynamic) hand_over_tile(producer.tile, tile);
 #pragma unroll 1
-    for (int j = 1; j < visible; j++) {
+    for (int j = visible - 1; j > 0; j--) {
       trace("key tile", j);
-      load_k(producer, j, work, p);
-      load_v(producer, j - 1, work, p);
+      load_k(producer, j - 1, work, p);
+      load_v(producer, j, work, p);
     }
   }
-  if (last >= 0) load_v(producer, last, before, p);
+  if (v_is_left) load_v(producer, 0, before, p);
 }

@@ -3,18 +3,17 @@
 // Each stage has a "full" mbarrier, on which TMA arrives with the tile's bytes, and an "empty" one, on which each
 // consumer warp arrives when it is done with the tile. The n-th use of a stage waits for the n-th phase.
 
-// Where a ring stands: a stage, and the parity of the phase of its current use.
-struct RingPosition {
-  int stage;
-  u32 phase;
-};
+// Where a ring stands: a stage, and the parity of the phase of its current use in bit 3. One register, for consumers have
+// none to spare.
+using RingPosition = u32;
+
+FUNC int stage_of(RingPosition at) { return at & 7; }
+FUNC u32 phase_of(RingPosition at) { return at >> 3; }
 
 template <int kStages>
 FUNC void advance(RingPosition& at) {
-  at.stage++;
-  if (at.stage < kStages) return;
-  at.stage = 0;
-  at.phase ^= 1;
+  at++;
+  if (stage_of(at) == kStages) at = ~at & 8;
 }
 
 // Addresses of mbarriers: for each ring the full ones of all stages, then the empty ones.
@@ -43,18 +42,18 @@ FUNC void init_ring(u32 barriers, int consumers) {
 
 template <int kStages>
 FUNC void wait_full(u32 barriers, RingPosition at) {
-  mbarrier_try_wait(full_barrier<kStages>(barriers, at.stage), at.phase);
+  mbarrier_try_wait(full_barrier<kStages>(barriers, stage_of(at)), phase_of(at));
 }
 // A fresh stage is empty: the phase before the first counts as complete.
 template <int kStages>
 FUNC void wait_empty(u32 barriers, RingPosition at) {
-  mbarrier_try_wait(empty_barrier<kStages>(barriers, at.stage), at.phase ^ 1);
+  mbarrier_try_wait(empty_barrier<kStages>(barriers, stage_of(at)), phase_of(at) ^ 1);
 }
 
 // This warp is done with a stage.
 template <int kStages>
 FUNC void release(u32 barriers, RingPosition at) {
-  if (threadIdx.x % 32 == 0) mbarrier_arrive(empty_barrier<kStages>(barriers, at.stage));
+  if (threadIdx.x % 32 == 0) mbarrier_arrive(empty_barrier<kStages>(barriers, stage_of(at)));
 }
 
 // One thread issues a warpgroup's stores and waits for them, so it speaks for the warpgroup.

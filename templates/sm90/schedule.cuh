@@ -44,17 +44,17 @@ FUNC int next_tile(int tile, const FwdParams& p) {
 // It tells the consumers, who cannot know which one was drawn.
 FUNC void hand_over_tile(RingPosition& at, int tile) {
   wait_empty<kTileSlots>(kBarriersTile, at);
-  st_shared<int>(smem_base() + kTileNumbers + 4 * at.stage, tile);
-  mbarrier_arrive(full_barrier<kTileSlots>(kBarriersTile, at.stage));
+  st_shared<int>(smem_base() + kTileNumbers + 4 * stage_of(at), tile);
+  mbarrier_arrive(full_barrier<kTileSlots>(kBarriersTile, stage_of(at)));
   advance<kTileSlots>(at);
 }
 
 // And they take it.
 FUNC int take_tile(RingPosition& at) {
   wait_full<kTileSlots>(kBarriersTile, at);
-  const int tile = ld_shared<int>(smem_base() + kTileNumbers + 4 * at.stage);
+  const int tile = ld_shared<int>(smem_base() + kTileNumbers + 4 * stage_of(at));
   sync_warp();
-  if (threadIdx.x % 32 == 0) mbarrier_arrive(empty_barrier<kTileSlots>(kBarriersTile, at.stage));
+  if (threadIdx.x % 32 == 0) mbarrier_arrive(empty_barrier<kTileSlots>(kBarriersTile, stage_of(at)));
   advance<kTileSlots>(at);
   return tile;
 }
