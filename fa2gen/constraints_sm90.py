@@ -73,13 +73,13 @@ def output_columns(head_dim: int) -> int:
 def smem_plan(spec: KernelSpec, config: FwdSm90Config) -> Sm90SmemPlan:
     """Where the forward's tiles lie; rendered into the kernel, which asserts it."""
     row = padded_columns(spec.head_dim) * 2
-    k = config.q_stages * config.block_m * row
+    k = config.q_tiles * GROUP_ROWS * row
     v = k + config.num_stages * config.block_n * row
     p = v + config.num_stages * config.block_n * row
     panels = -(-config.block_n // _PANEL_COLUMNS) if config.p_in_smem else 0
     barriers = p + panels * config.warpgroups * GROUP_ROWS * _ROW_BYTES
     slots = _TILE_SLOTS if config.scheduler == "dynamic" else 0
-    rings = config.q_stages + 2 * config.num_stages + slots
+    rings = config.q_tiles + 2 * config.num_stages + slots
     total = barriers + _RING_BYTES * rings + _TILE_NUMBER_BYTES * slots
     return Sm90SmemPlan(q=0, k=k, v=v, p=p, barriers=barriers, total=total)
 
@@ -124,6 +124,11 @@ def config_reason(config: FwdSm90Config) -> str | None:
         return f"num_stages {config.num_stages} is above {_MAX_STAGES}"
     if config.q_stages > 2:
         return f"q_stages {config.q_stages} is above 2"
+    if config.q_extra and (config.q_stages > 1 or config.q_extra >= config.warpgroups):
+        return (
+            f"q_extra {config.q_extra}: beside 1 q_stages there may be {config.warpgroups - 1} for {config.warpgroups} "
+            "consumers, beside 2 none"
+        )
     share = _launch_registers(config)
     if config.block_n // 2 + _INSTRUCTION_REGISTERS > share:
         return f"block_n {config.block_n}: its product takes more than the {share} registers of the launch's share"
@@ -133,8 +138,8 @@ def config_reason(config: FwdSm90Config) -> str | None:
         return "softmax guarded needs overlap"
     if config.overlap_tiles and not config.overlap:
         return "overlap_tiles needs overlap"
-    if config.overlap_tiles and config.q_stages < 2:
-        return "overlap_tiles needs 2 q_stages: the next query tile comes while this one is in use"
+    if config.overlap_tiles and config.q_stages < 2 and config.epilogue == "tma":
+        return "overlap_tiles needs 2 q_stages with epilogue tma: the output leaves through a Q tile meanwhile"
     return None
 
 

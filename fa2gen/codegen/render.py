@@ -120,6 +120,7 @@ def _sm90_constants(spec: KernelSpec, config: FwdSm90Config) -> dict[str, Any]:
     }
     return {
         "warpgroups": config.warpgroups,
+        "q_tiles": config.q_tiles,
         "fp16": _literal(spec.dtype == "fp16"),
         "guarded": _literal(config.softmax == "guarded"),
         "dynamic": _literal(config.scheduler == "dynamic"),

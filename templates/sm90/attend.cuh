@@ -45,9 +45,7 @@ constexpr int kProbabilityBarrier = 1 + kWarpgroups;
 // Where a consumer's warps meet at the end of a query tile.
 constexpr int kOutputBarrier = 1 + 2 * kWarpgroups;
 
-FUNC u32 query_rows(const Consumer& consumer) {
-  return smem_base() + kSmemQ + stage_of(consumer.q) * kQueryTileBytes + consumer.group * kGroupBytes;
-}
+FUNC u32 query_rows(const Consumer& consumer) { return smem_base() + kSmemQ + stage_of(consumer.q) * kQueryTileBytes; }
 FUNC u32 key_tile(RingPosition at) { return smem_base() + kSmemK + stage_of(at) * kKeyTileBytes; }
 FUNC u32 value_tile(RingPosition at) { return smem_base() + kSmemV + stage_of(at) * kKeyTileBytes; }
 
@@ -63,13 +61,15 @@ FUNC void release_v(Consumer& consumer) {
   advance<kNumStages>(consumer.v);
 }
 
-// O leaves through the Q tile where it was computed; that one may be refilled once the store has read it. With two Q
-// tiles there is time until the next query tile is under way.
+// O leaves through Q's place, which may be refilled once the store has read it. Where every consumer has two places there
+// is time until the next query tile is under way.
+constexpr bool kStoresOverlap = kStoreByTma && kQueryTiles == 2 * kWarpgroups;
+
 FUNC void finish_store(Consumer& consumer) {
-  const int before = kQueryStages == 1 ? 0 : 1 - stage_of(consumer.q);
+  const int stage = stage_of(consumer.q), before = stage + (stage < kWarpgroups ? kQueryTiles : 0) - kWarpgroups;
   if (consumer.is_storing && is_group_leader()) {
     tma_store_wait_read<0>();
-    mbarrier_arrive(empty_barrier<kQueryStages>(kBarriersQ, before));
+    mbarrier_arrive(empty_barrier<kQueryTiles>(kBarriersQ, before));
   }
   consumer.is_storing = false;
 }
@@ -129,7 +129,7 @@ FUNC void await_first(Consumer& consumer, const QueryTile& tile) {
     for (int j = tile.own; j < tile.visible; j++) skip_key(consumer);
   }
   if constexpr (kSkips && !kSkipsKeysFirst) skip_tiles(consumer, tile);
-  wait_full<kQueryStages>(kBarriersQ, consumer.q);
+  wait_full<kQueryTiles>(kBarriersQ, consumer.q);
   await_k(consumer);
 }
 
@@ -213,7 +213,7 @@ FUNC void attend_overlapped(ScoreTile& acc_s, OutputTile& acc_o, ProbabilityFrag
 FUNC void attend(ScoreTile& acc_s, OutputTile& acc_o, ProbabilityFragments& frag_p, SoftmaxState& softmax,
                  Consumer& consumer, const QueryTile& tile, const FwdParams& p) {
   attend_first(acc_s, frag_p, softmax, consumer, tile, p);
-  if constexpr (kStoreByTma && kQueryStages > 1) finish_store(consumer);
+  if constexpr (kStoresOverlap) finish_store(consumer);
   int j = tile.own - 2;
   if constexpr (kCausal) {
 #pragma unroll 1
@@ -221,7 +221,7 @@ FUNC void attend(ScoreTile& acc_s, OutputTile& acc_o, ProbabilityFragments& frag
   }
 #pragma unroll 1
   for (; j >= 0; j--) attend_overlapped<false>(acc_s, acc_o, frag_p, softmax, consumer, tile, j, p);
-  if constexpr (!kStoreByTma) release<kQueryStages>(kBarriersQ, consumer.q);
+  if constexpr (!kStoreByTma) release<kQueryTiles>(kBarriersQ, consumer.q);
 }
 
 // O += P V of the last key tile.
@@ -240,13 +240,13 @@ FUNC void attend_last(OutputTile& acc_o, const ProbabilityFragments& frag_p, Con
 FUNC void attend_last_and_next(ScoreTile& acc_s, OutputTile& acc_o, const ProbabilityFragments& frag_p,
                                Consumer& consumer, const QueryTile& tile, const QueryTile& next) {
   Consumer ahead = consumer;
-  advance<kQueryStages>(ahead.q);
+  advance<kQueryTiles>(ahead.q, kWarpgroups);
   await_v(consumer);
-  await_first(ahead, next);
   if constexpr (kPingPong) wait_for_turn(consumer.group);
   wgmma_fence();
   issue_pv(acc_o, frag_p, consumer.tile_p, value_tile(consumer.v), tile.own > 1);
   wgmma_commit();
+  await_first(ahead, next);
   wgmma_fence();
   issue_qk(acc_s, query_rows(ahead), key_tile(ahead.k));
   wgmma_commit();
@@ -288,12 +288,12 @@ FUNC void attend_all_in_order(OutputTile& acc_o, SoftmaxState& softmax, Consumer
   ScoreTile acc_s;
   ProbabilityFragments frag_p;
   if constexpr (kSkips) skip_tiles(consumer, tile);
-  wait_full<kQueryStages>(kBarriersQ, consumer.q);
-  if constexpr (kStoreByTma && kQueryStages > 1) finish_store(consumer);
+  wait_full<kQueryTiles>(kBarriersQ, consumer.q);
+  if constexpr (kStoresOverlap) finish_store(consumer);
   int j = tile.own - 1;
 #pragma unroll 1
   for (; j >= tile.whole; j--) attend_in_order<true>(acc_s, acc_o, frag_p, softmax, consumer, tile, j, p);
 #pragma unroll 1
   for (; j >= 0; j--) attend_in_order<false>(acc_s, acc_o, frag_p, softmax, consumer, tile, j, p);
-  if constexpr (!kStoreByTma) release<kQueryStages>(kBarriersQ, consumer.q);
+  if constexpr (!kStoreByTma) release<kQueryTiles>(kBarriersQ, consumer.q);
 }

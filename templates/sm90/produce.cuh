@@ -5,18 +5,20 @@ struct Producer {
   RingPosition tile;
 };
 
-FUNC void load_query_tile(Producer& producer, const WorkTile& work, const FwdParams& p) {
-  wait_empty<kQueryStages>(kBarriersQ, producer.q);
-  const u32 full = full_barrier<kQueryStages>(kBarriersQ, stage_of(producer.q));
-  mbarrier_arrive_expect_tx(full, kQueryTileBytes);
-  const u32 tile = smem_base() + kSmemQ + stage_of(producer.q) * kQueryTileBytes;
-#pragma unroll
-  for (int group = 0; group < kWarpgroups; group++)
+// Every consumer has its own rows of Q in a tile of their own. The tiles are a ring, which the consumers go through by turns.
+FUNC void load_query_tiles(Producer& producer, const WorkTile& work, const FwdParams& p) {
+#pragma unroll 1
+  for (int group = 0; group < kWarpgroups; group++) {
+    wait_empty<kQueryTiles>(kBarriersQ, producer.q);
+    const u32 full = full_barrier<kQueryTiles>(kBarriersQ, stage_of(producer.q));
+    mbarrier_arrive_expect_tx(full, kQueryTileBytes);
+    const u32 tile = smem_base() + kSmemQ + stage_of(producer.q) * kQueryTileBytes;
 #pragma unroll
     for (int panel = 0; panel < kPanels; panel++)
-      tma_load(tile + group * kGroupBytes + panel * kQueryPanelBytes, p.q_map, full, panel * 64,
-               work.m_block * kBlockM + group * kGroupRows, work.head, work.batch);
-  advance<kQueryStages>(producer.q);
+      tma_load(tile + panel * kQueryPanelBytes, p.q_map, full, panel * 64, work.m_block * kBlockM + group * kGroupRows,
+               work.head, work.batch);
+    advance<kQueryTiles>(producer.q);
+  }
 }
 
 // Key tile j of K or of V into the next stage of its ring.
@@ -57,12 +59,12 @@ FUNC void produce(const FwdParams& p) {
     const WorkTile work = work_tile(tile, p);
     const int visible = visible_tiles((work.m_block + 1) * kBlockM, p.seqlen_k, p.seqlen_k - p.seqlen_q);
     if (visible > 0) load_k(producer, visible - 1, work, p);
-    // Before Q, which a single Q tile's consumers give up only when they have multiplied with this V; and before the
+    // Before Q, which consumers may give up only when they have multiplied with this V; and before the
     // number of the next tile, which they do not ask for earlier.
     if (v_is_left) load_v(producer, 0, before, p);
     v_is_left = visible > 0;
     before = work;
-    if (visible > 0) load_query_tile(producer, work, p);
+    if (visible > 0) load_query_tiles(producer, work, p);
     tile = next_tile(tile, p);
     if constexpr (kDynamic) hand_over_tile(producer.tile, tile);
 #pragma unroll 1

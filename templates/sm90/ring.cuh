@@ -3,21 +3,21 @@
 // Each stage has a "full" mbarrier, on which TMA arrives with the tile's bytes, and an "empty" one, on which each
 // consumer warp arrives when it is done with the tile. The n-th use of a stage waits for the n-th phase.
 
-// Where a ring stands: a stage, and the parity of the phase of its current use in bit 3. One register, for consumers have
+// Where a ring stands: a stage, and the parity of the phase of its current use in bit 4. One register, for consumers have
 // none to spare.
 using RingPosition = u32;
 
-FUNC int stage_of(RingPosition at) { return at & 7; }
-FUNC u32 phase_of(RingPosition at) { return at >> 3; }
+FUNC int stage_of(RingPosition at) { return at & 15; }
+FUNC u32 phase_of(RingPosition at) { return at >> 4; }
 
 template <int kStages>
-FUNC void advance(RingPosition& at) {
-  at++;
-  if (stage_of(at) == kStages) at = ~at & 8;
+FUNC void advance(RingPosition& at, int uses = 1) {
+  at += uses;
+  if (stage_of(at) >= kStages) at = (at - kStages) ^ 16;
 }
 
 // Addresses of mbarriers: for each ring the full ones of all stages, then the empty ones.
-constexpr u32 kBarriersQ = kSmemBarriers, kBarriersK = kBarriersQ + 16 * kQueryStages;
+constexpr u32 kBarriersQ = kSmemBarriers, kBarriersK = kBarriersQ + 16 * kQueryTiles;
 constexpr u32 kBarriersV = kBarriersK + 16 * kNumStages, kBarriersTile = kBarriersV + 16 * kNumStages;
 constexpr int kTileSlots = kDynamic ? 2 : 0;  // tile numbers on their way from the producer to the consumers
 constexpr u32 kTileNumbers = kBarriersTile + 16 * kTileSlots;

@@ -9,8 +9,7 @@ constexpr int kPanelRowBytes = 128;
 constexpr int kGroupRows = 64;  // query rows of a warpgroup
 constexpr u32 kQueryPanelBytes = kGroupRows * kPanelRowBytes;
 constexpr u32 kKeyPanelBytes = kBlockN * kPanelRowBytes;
-constexpr u32 kGroupBytes = kPanels * kQueryPanelBytes;  // a warpgroup's part of a Q tile: a tile of its own
-constexpr u32 kQueryTileBytes = kWarpgroups * kGroupBytes;
+constexpr u32 kQueryTileBytes = kPanels * kQueryPanelBytes;  // of Q, for one warpgroup
 constexpr u32 kKeyTileBytes = kPanels * kKeyPanelBytes;  // one tile of K or V
 
 // Byte offset of a 16-byte chunk of a panel's row.
