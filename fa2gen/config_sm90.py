@@ -28,6 +28,8 @@ class FwdSm90Config(Canonical):
         block_n: Keys of a tile (B_c), a multiple of 16.
         num_stages: K and V tiles in shared memory.
         q_stages: Q tiles in shared memory. With 2 the next one arrives while this one is in use.
+        k_extra: So many more of K alone: 0 or 1.
+        q_regs: So many k16 steps of Q are left operands of Q K in registers, and not in shared memory.
         q_extra: With 1 of them, for so many warpgroups the next rows of Q arrive while all others are in use.
         p_in_smem: P is the left operand of P V in shared memory, not in registers.
         overlap: A warpgroup computes Q K of a key tile while P V of the tile before runs.
@@ -55,6 +57,8 @@ class FwdSm90Config(Canonical):
     overlap_tiles: bool = False
     section_mib: int = 0
     q_extra: int = 0
+    k_extra: int = 0
+    q_regs: int = 0
 
     _always = (
         "family",
@@ -74,6 +78,8 @@ class FwdSm90Config(Canonical):
             require_int(name, getattr(self, name), 1)
         require_int("section_mib", self.section_mib, 0)
         require_int("q_extra", self.q_extra, 0)
+        require_int("k_extra", self.k_extra, 0)
+        require_int("q_regs", self.q_regs, 0)
         for name in ("p_in_smem", "overlap", "ping_pong", "overlap_tiles"):
             require_bool(name, getattr(self, name))
         require_one_of("scheduler", self.scheduler, SCHEDULERS)
@@ -84,6 +90,11 @@ class FwdSm90Config(Canonical):
     def warpgroups(self) -> int:
         """Consumer warpgroups; ``block_m`` may not give them whole rows (see ``constraints``)."""
         return self.block_m // GROUP_ROWS
+
+    @property
+    def k_stages(self) -> int:
+        """K tiles in shared memory."""
+        return self.num_stages + self.k_extra
 
     @property
     def q_tiles(self) -> int:
@@ -124,21 +135,23 @@ class FwdSm90Config(Canonical):
             ArgumentError: Not a config's slug, or a value that is not legal.
         """
         match = re.fullmatch(
-            r"sm90_(\d{1,6})x(\d{1,6})_st(\d{1,6})_q(\d{1,6})(?:x(\d{1,6}))?(_ps)?(_ov)?(_xt)?(_pp)?(_guarded)?"
+            r"sm90_(\d{1,6})x(\d{1,6})_st(\d{1,6})(?:x(\d{1,6}))?_q(\d{1,6})(?:x(\d{1,6}))?(?:r(\d{1,6}))?(_ps)?(_ov)?(_xt)?(_pp)?(_guarded)?"
             r"_([a-z]{3,})_([a-z]+)(?:_l2s(\d{1,6}))?",
             slug,
             re.ASCII,
         )
         if match is None:
             raise ArgumentError(f"config must read like {cls().slug()}, got {slug!r}")
-        block_m, block_n, num_stages, q_stages, q_extra = (int(number or 0) for number in match.groups()[:5])
-        p_in_smem, overlap, overlap_tiles, ping_pong, guarded, scheduler, epilogue, section_mib = match.groups()[5:]
+        block_m, block_n, num_stages, k_extra, q_stages, q_extra, q_regs = (int(number or 0) for number in match.groups()[:7])
+        p_in_smem, overlap, overlap_tiles, ping_pong, guarded, scheduler, epilogue, section_mib = match.groups()[7:]
         return cls(
             block_m=block_m,
             block_n=block_n,
             num_stages=num_stages,
+            k_extra=k_extra,
             q_stages=q_stages,
             q_extra=q_extra,
+            q_regs=q_regs,
             p_in_smem=bool(p_in_smem),
             overlap=bool(overlap),
             ping_pong=bool(ping_pong),
@@ -159,9 +172,13 @@ class FwdSm90Config(Canonical):
             ("guarded", self.softmax == "guarded"),
         )
         said = "".join(f"_{word}" for word, there in words if there)
-        extra = f"x{self.q_extra}" if self.q_extra else ""
+        stages, q_tiles = (
+            f"{count}x{extra}" if extra else f"{count}"
+            for count, extra in ((self.num_stages, self.k_extra), (self.q_stages, self.q_extra))
+        )
         section = f"_l2s{self.section_mib}" if self.section_mib else ""
+        q_regs = f"r{self.q_regs}" if self.q_regs else ""
         return (
-            f"{self.family}_{self.block_m}x{self.block_n}_st{self.num_stages}_q{self.q_stages}{extra}{said}"
+            f"{self.family}_{self.block_m}x{self.block_n}_st{stages}_q{q_tiles}{q_regs}{said}"
             f"_{self.scheduler}_{self.epilogue}{section}"
         )

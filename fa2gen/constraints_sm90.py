@@ -32,7 +32,7 @@ TILE_NUMBERS_BYTES = _TILE_SLOTS * _TILE_NUMBER_BYTES
 _REGISTERS_BESIDES = 24
 # Registers that an instruction with so many accumulators takes besides, of the launch's share: ptxas counts by that.
 _INSTRUCTION_REGISTERS = 26
-# Those of A, where it comes from registers.
+# Those of A, where it comes from registers, in a k16 step.
 _FRAGMENT_REGISTERS = 4
 
 
@@ -74,12 +74,12 @@ def smem_plan(spec: KernelSpec, config: FwdSm90Config) -> Sm90SmemPlan:
     """Where the forward's tiles lie; rendered into the kernel, which asserts it."""
     row = padded_columns(spec.head_dim) * 2
     k = config.q_tiles * GROUP_ROWS * row
-    v = k + config.num_stages * config.block_n * row
+    v = k + config.k_stages * config.block_n * row
     p = v + config.num_stages * config.block_n * row
     panels = -(-config.block_n // _PANEL_COLUMNS) if config.p_in_smem else 0
     barriers = p + panels * config.warpgroups * GROUP_ROWS * _ROW_BYTES
     slots = _TILE_SLOTS if config.scheduler == "dynamic" else 0
-    rings = config.q_tiles + 2 * config.num_stages + slots
+    rings = config.q_tiles + config.k_stages + config.num_stages + slots
     total = barriers + _RING_BYTES * rings + _TILE_NUMBER_BYTES * slots
     return Sm90SmemPlan(q=0, k=k, v=v, p=p, barriers=barriers, total=total)
 
@@ -107,11 +107,11 @@ def consumer_registers(config: FwdSm90Config) -> int:
 def estimate_registers(spec: KernelSpec, config: FwdSm90Config) -> int:
     """Lower estimate of the registers a consumer's thread needs without spilling.
 
-    Accumulators of O and S in float32; where products overlap, P of the tile before besides.
+    Accumulators of O and S in float32; what of Q lies in registers; where products overlap, P of the tile before.
     """
     accumulators = output_columns(spec.head_dim) // 2 + config.block_n // 2
     packed = config.block_n // 4 if config.overlap and not config.p_in_smem else 0
-    return accumulators + packed + _REGISTERS_BESIDES
+    return accumulators + packed + _FRAGMENT_REGISTERS * config.q_regs + _REGISTERS_BESIDES
 
 
 def config_reason(config: FwdSm90Config) -> str | None:
@@ -122,6 +122,8 @@ def config_reason(config: FwdSm90Config) -> str | None:
         return f"block_n {config.block_n} is no multiple of 16 up to {_MAX_BLOCK_N}"
     if config.num_stages > _MAX_STAGES:
         return f"num_stages {config.num_stages} is above {_MAX_STAGES}"
+    if config.k_extra > 1:
+        return f"k_extra {config.k_extra} is above 1"
     if config.q_stages > 2:
         return f"q_stages {config.q_stages} is above 2"
     if config.q_extra and (config.q_stages > 1 or config.q_extra >= config.warpgroups):
@@ -163,6 +165,8 @@ def infeasible_reason(spec: KernelSpec, config: FwdSm90Config, arch: ArchLimits)
             f"overlap_tiles with {most_skipped(config)} key tiles of {config.block_n} that not all consumers see needs "
             f"more stages than that, num_stages is {config.num_stages}"
         )
+    if config.q_regs > (steps := output_columns(spec.head_dim) // 16):
+        return f"q_regs {config.q_regs} is above the {steps} k16 steps of head_dim {spec.head_dim}"
     smem = smem_plan(spec, config).total
     if smem > arch.max_smem_per_block:
         return f"{smem} bytes of shared memory, {arch.target} grants a block {arch.max_smem_per_block}"

@@ -114,12 +114,15 @@ def _constants(spec: KernelSpec, config: Config, kernel: str) -> dict[str, Any]:
 
 
 def _sm90_constants(spec: KernelSpec, config: FwdSm90Config) -> dict[str, Any]:
-    products = {
-        ("ss", config.block_n, False),
-        ("ss" if config.p_in_smem else "rs", output_columns(spec.head_dim), True),
-    }
+    columns = output_columns(spec.head_dim)
+    products = {("ss" if config.p_in_smem else "rs", columns, True)}
+    if config.q_regs > 0:
+        products.add(("rs", config.block_n, False))
+    if config.q_regs < columns // 16:
+        products.add(("ss", config.block_n, False))
     return {
         "warpgroups": config.warpgroups,
+        "k_stages": config.k_stages,
         "q_tiles": config.q_tiles,
         "fp16": _literal(spec.dtype == "fp16"),
         "guarded": _literal(config.softmax == "guarded"),

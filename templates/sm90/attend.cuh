@@ -7,6 +7,7 @@ struct Consumer {
   RingPosition q, k, v;
   RingPosition slot;  // of the next tile number
   bool is_storing;  // the output before may still be on its way out of its Q tile
+  QueryFragments frag_q;  // of its rows of Q, where some lie in registers
   int group;  // which of the block's consumers: its query rows are group * 64 to group * 64 + 63 of the tile
   u32 tile_p;  // its tile of P in shared memory
 };
@@ -49,16 +50,20 @@ FUNC u32 query_rows(const Consumer& consumer) { return smem_base() + kSmemQ + st
 FUNC u32 key_tile(RingPosition at) { return smem_base() + kSmemK + stage_of(at) * kKeyTileBytes; }
 FUNC u32 value_tile(RingPosition at) { return smem_base() + kSmemV + stage_of(at) * kKeyTileBytes; }
 
-FUNC void await_k(const Consumer& consumer) { wait_full<kNumStages>(kBarriersK, consumer.k); }
-FUNC void await_v(const Consumer& consumer) { wait_full<kNumStages>(kBarriersV, consumer.v); }
+FUNC void await_q(Consumer& consumer) {
+  wait_full<kQueryTiles>(kBarriersQ, consumer.q);
+  if constexpr (kQueryRegs > 0) load_query_fragments(consumer.frag_q, query_rows(consumer));
+}
+FUNC void await_k(const Consumer& consumer) { wait_full<kStagesK>(kBarriersK, consumer.k); }
+FUNC void await_v(const Consumer& consumer) { wait_full<kStagesV>(kBarriersV, consumer.v); }
 
 FUNC void release_k(Consumer& consumer) {
-  release<kNumStages>(kBarriersK, consumer.k);
-  advance<kNumStages>(consumer.k);
+  release<kStagesK>(kBarriersK, consumer.k);
+  advance<kStagesK>(consumer.k);
 }
 FUNC void release_v(Consumer& consumer) {
-  release<kNumStages>(kBarriersV, consumer.v);
-  advance<kNumStages>(consumer.v);
+  release<kStagesV>(kBarriersV, consumer.v);
+  advance<kStagesV>(consumer.v);
 }
 
 // O leaves through Q's place, which may be refilled once the store has read it. Where every consumer has two places there
@@ -80,7 +85,7 @@ constexpr bool kSkips = kCausal && kWarpgroups > 1;
 // As many of them there are at most.
 constexpr int kMostSkipped = (kBlockM - kGroupRows + kBlockN - 1) / kBlockN;
 // Where all of them and one more have their stages, a consumer need not wait for the others before its first softmax.
-constexpr bool kSkipsKeysFirst = kNumStages > kMostSkipped;
+constexpr bool kSkipsKeysFirst = kStagesV > kMostSkipped;
 
 // No product makes a warp's lanes meet here. One that has yet to wait would wait for ever once the stage is refilled.
 FUNC void skip_key(Consumer& consumer) {
@@ -129,7 +134,7 @@ FUNC void await_first(Consumer& consumer, const QueryTile& tile) {
     for (int j = tile.own; j < tile.visible; j++) skip_key(consumer);
   }
   if constexpr (kSkips && !kSkipsKeysFirst) skip_tiles(consumer, tile);
-  wait_full<kQueryTiles>(kBarriersQ, consumer.q);
+  await_q(consumer);
   await_k(consumer);
 }
 
@@ -137,7 +142,7 @@ FUNC void await_first(Consumer& consumer, const QueryTile& tile) {
 FUNC void score_first(ScoreTile& acc_s, Consumer& consumer, const QueryTile& tile) {
   await_first(consumer, tile);
   wgmma_fence();
-  issue_qk(acc_s, query_rows(consumer), key_tile(consumer.k));
+  issue_qk(acc_s, consumer.frag_q, query_rows(consumer), key_tile(consumer.k));
   wgmma_commit();
   wgmma_wait<0>();
   release_k(consumer);
@@ -170,7 +175,7 @@ FUNC void attend_overlapped(ScoreTile& acc_s, OutputTile& acc_o, ProbabilityFrag
   await_k(consumer);
   if constexpr (kPingPong) wait_for_turn(consumer.group);
   wgmma_fence();
-  issue_qk(acc_s, query_rows(consumer), key_tile(consumer.k));
+  issue_qk(acc_s, consumer.frag_q, query_rows(consumer), key_tile(consumer.k));
   wgmma_commit();
   await_v(consumer);
   wgmma_fence();
@@ -180,19 +185,28 @@ FUNC void attend_overlapped(ScoreTile& acc_s, OutputTile& acc_o, ProbabilityFrag
   wgmma_wait<1>();
   if constexpr (kGuarded && !kMasked) {
     float tile_sum[2];
-    guarded_softmax(acc_s, tile_sum, softmax, p.scale_log2);
+    const bool is_guarded = !kMayGoOnline || softmax.guard_limit > 0.f;
+    if (is_guarded)
+      guarded_softmax(acc_s, tile_sum, softmax, p.scale_log2);
+    else
+      online_softmax(acc_s, softmax, alpha, p.scale_log2);
     wgmma_wait<0>();
     release_v(consumer);
     pack_probabilities(frag_p, acc_s);
-    if (any_lane(!is_proved(softmax, tile_sum))) {
-      // Repair: the scores again, from K still in shared memory.
-      recompute_scores(acc_s, query_rows(consumer), key_tile(consumer.k));
-      online_softmax(acc_s, softmax, alpha, p.scale_log2);
-      pack_probabilities(frag_p, acc_s);
-      rescale_output(acc_o, alpha);
-      if (p.repairs.address && threadIdx.x % 32 == 0) atomic_add<u32>(p.repairs, 1);
-    } else {
+    if (is_guarded && !any_lane(!is_proved(softmax, tile_sum))) {
       add_tile_sum(softmax, tile_sum);
+    } else {
+      if (is_guarded) {
+        // Repair: the scores again, from K still in shared memory.
+        recompute_scores(acc_s, query_rows(consumer), key_tile(consumer.k));
+        online_softmax(acc_s, softmax, alpha, p.scale_log2);
+        pack_probabilities(frag_p, acc_s);
+        if constexpr (kMayGoOnline) softmax.guard_limit = -1.f;
+        if (p.repairs.address && threadIdx.x % 32 == 0) atomic_add<u32>(p.repairs, 1);
+      } else if (any_lane(has_grown(alpha))) {
+        softmax.guard_limit = -1.f;
+      }
+      rescale_output(acc_o, alpha);
     }
     release_k(consumer);
     if constexpr (kSharedP) {
@@ -248,12 +262,13 @@ FUNC void attend_last_and_next(ScoreTile& acc_s, OutputTile& acc_o, const Probab
   wgmma_commit();
   await_first(ahead, next);
   wgmma_fence();
-  issue_qk(acc_s, query_rows(ahead), key_tile(ahead.k));
+  issue_qk(acc_s, ahead.frag_q, query_rows(ahead), key_tile(ahead.k));
   wgmma_commit();
   if constexpr (kPingPong) pass_turn(consumer.group);
   wgmma_wait<1>();
   release_v(consumer);
   consumer.k = ahead.k;
+  if constexpr (kQueryRegs > 0) consumer.frag_q = ahead.frag_q;
 }
 
 // Key tile j, one product after the other.
@@ -266,7 +281,7 @@ FUNC void attend_in_order(ScoreTile& acc_s, OutputTile& acc_o, ProbabilityFragme
   await_k(consumer);
   if constexpr (kPingPong) wait_for_turn(consumer.group);
   wgmma_fence();
-  issue_qk(acc_s, query_rows(consumer), key_tile(consumer.k));
+  issue_qk(acc_s, consumer.frag_q, query_rows(consumer), key_tile(consumer.k));
   wgmma_commit();
   if constexpr (kPingPong) pass_turn(consumer.group);
   wgmma_wait<0>();
@@ -288,7 +303,7 @@ FUNC void attend_all_in_order(OutputTile& acc_o, SoftmaxState& softmax, Consumer
   ScoreTile acc_s;
   ProbabilityFragments frag_p;
   if constexpr (kSkips) skip_tiles(consumer, tile);
-  wait_full<kQueryTiles>(kBarriersQ, consumer.q);
+  await_q(consumer);
   if constexpr (kStoresOverlap) finish_store(consumer);
   int j = tile.own - 1;
 #pragma unroll 1

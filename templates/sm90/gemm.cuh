@@ -12,13 +12,34 @@ using OutputTile = float[kColumnsO / 2];
 // P as the left operand of P V: for each k16 step what the accumulators hold of these columns, two by two.
 using ProbabilityFragments = u32[kStepsPV][4];
 
-// S = Q K^T.
-FUNC void issue_qk(ScoreTile& acc_s, u32 tile_q, u32 tile_k) {
-  const u32 q = k_major(tile_q), k = k_major(tile_k);
+// The first k16 steps of Q as the left operand of Q K^T: from registers they need not be read from shared memory, whose
+// bandwidth and energy the products would have for themselves, once for each key tile.
+struct QueryFragments {
+  u32 steps[kQueryRegs > 0 ? kQueryRegs : 1][4];
+};
+
+FUNC void load_query_fragments(QueryFragments& frag_q, u32 tile_q) {
+  const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane % 16;
 #pragma unroll
-  for (int step = 0; step < kStepsQK; step++)
-    wgmma_ss<Element, kBlockN, false>(acc_s, descriptor(q + k_step(step, kQueryPanelBytes)),
-                                      descriptor(k + k_step(step, kKeyPanelBytes)), step > 0);
+  for (int step = 0; step < kQueryRegs; step++)
+    ldmatrix_x4(frag_q.steps[step], tile_q + step / 4 * kQueryPanelBytes + swizzled(row, step % 4 * 2 + lane / 16));
+}
+
+// S = Q K^T.
+FUNC void issue_qk(ScoreTile& acc_s, const QueryFragments& frag_q, u32 tile_q, u32 tile_k) {
+  const u32 q = k_major(tile_q), k = k_major(tile_k);
+  if constexpr (kQueryRegs > 0) {
+#pragma unroll
+    for (int step = 0; step < kQueryRegs; step++)
+      wgmma_rs<Element, kBlockN, false>(acc_s, frag_q.steps[step], descriptor(k + k_step(step, kKeyPanelBytes)),
+                                        step > 0);
+  }
+  if constexpr (kQueryRegs < kStepsQK) {
+#pragma unroll
+    for (int step = kQueryRegs; step < kStepsQK; step++)
+      wgmma_ss<Element, kBlockN, false>(acc_s, descriptor(q + k_step(step, kQueryPanelBytes)),
+                                        descriptor(k + k_step(step, kKeyPanelBytes)), step > 0);
+  }
 }
 
 // O += P V, or O = P V. P comes from `frag_p`, or from this warpgroup's tile in shared memory.

@@ -22,22 +22,23 @@ FUNC void load_query_tiles(Producer& producer, const WorkTile& work, const FwdPa
 }
 
 // Key tile j of K or of V into the next stage of its ring.
+template <int kStages>
 FUNC void load_key_tile(RingPosition& at, u32 barriers, u32 tiles, const TensorMap& map, int j, const WorkTile& work) {
-  wait_empty<kNumStages>(barriers, at);
-  const u32 full = full_barrier<kNumStages>(barriers, stage_of(at));
+  wait_empty<kStages>(barriers, at);
+  const u32 full = full_barrier<kStages>(barriers, stage_of(at));
   mbarrier_arrive_expect_tx(full, kKeyTileBytes);
   const u32 tile = smem_base() + tiles + stage_of(at) * kKeyTileBytes;
 #pragma unroll
   for (int panel = 0; panel < kPanels; panel++)
     tma_load(tile + panel * kKeyPanelBytes, map, full, panel * 64, j * kBlockN, work.head / kGqaRatio, work.batch);
-  advance<kNumStages>(at);
+  advance<kStages>(at);
 }
 
 FUNC void load_k(Producer& producer, int j, const WorkTile& work, const FwdParams& p) {
-  load_key_tile(producer.k, kBarriersK, kSmemK, p.k_map, j, work);
+  load_key_tile<kStagesK>(producer.k, kBarriersK, kSmemK, p.k_map, j, work);
 }
 FUNC void load_v(Producer& producer, int j, const WorkTile& work, const FwdParams& p) {
-  load_key_tile(producer.v, kBarriersV, kSmemV, p.v_map, j, work);
+  load_key_tile<kStagesV>(producer.v, kBarriersV, kSmemV, p.v_map, j, work);
 }
 
 // Tiles come in the order in which the consumers wait for them: V one key tile behind K, also from one query tile to the

@@ -18,7 +18,7 @@ FUNC void advance(RingPosition& at, int uses = 1) {
 
 // Addresses of mbarriers: for each ring the full ones of all stages, then the empty ones.
 constexpr u32 kBarriersQ = kSmemBarriers, kBarriersK = kBarriersQ + 16 * kQueryTiles;
-constexpr u32 kBarriersV = kBarriersK + 16 * kNumStages, kBarriersTile = kBarriersV + 16 * kNumStages;
+constexpr u32 kBarriersV = kBarriersK + 16 * kStagesK, kBarriersTile = kBarriersV + 16 * kStagesV;
 constexpr int kTileSlots = kDynamic ? 2 : 0;  // tile numbers on their way from the producer to the consumers
 constexpr u32 kTileNumbers = kBarriersTile + 16 * kTileSlots;
 
