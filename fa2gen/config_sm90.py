@@ -40,7 +40,7 @@ class FwdSm90Config(Canonical):
         softmax: ``"online"``, with the running maximum of every key tile; ``"guarded"``, against the reference of the
             tiles that need a mask, or of the first, and a key tile whose sums leave their range is repaired.
         overlap_tiles: The end of a query tile runs under the first product of the next.
-        section_mib: MiB of K and V that stay in L2 while a causal kernel goes through their heads; 0: half of L2.
+        section_mib: MiB of K and V that stay in L2 while a causal kernel goes through their heads; 0: a quarter of L2.
     """
 
     family: str = "sm90"
@@ -142,7 +142,9 @@ class FwdSm90Config(Canonical):
         )
         if match is None:
             raise ArgumentError(f"config must read like {cls().slug()}, got {slug!r}")
-        block_m, block_n, num_stages, k_extra, q_stages, q_extra, q_regs = (int(number or 0) for number in match.groups()[:7])
+        block_m, block_n, num_stages, k_extra, q_stages, q_extra, q_regs = (
+            int(number or 0) for number in match.groups()[:7]
+        )
         p_in_smem, overlap, overlap_tiles, ping_pong, guarded, scheduler, epilogue, section_mib = match.groups()[7:]
         return cls(
             block_m=block_m,

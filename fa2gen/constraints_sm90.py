@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .config_sm90 import GROUP_ROWS, FwdSm90Config
 from .hardware import ArchLimits
@@ -32,6 +32,8 @@ TILE_NUMBERS_BYTES = _TILE_SLOTS * _TILE_NUMBER_BYTES
 _REGISTERS_BESIDES = 24
 # Registers that an instruction with so many accumulators takes besides, of the launch's share: ptxas counts by that.
 _INSTRUCTION_REGISTERS = 26
+# What 8 steps of Q must leave.
+_ROOM_BESIDE_Q = 16
 # Those of A, where it comes from registers, in a k16 step.
 _FRAGMENT_REGISTERS = 4
 
@@ -87,8 +89,8 @@ def smem_plan(spec: KernelSpec, config: FwdSm90Config) -> Sm90SmemPlan:
 def register_split(config: FwdSm90Config) -> RegisterSplit:
     """How many registers a producer's and a consumer's threads have.
 
-    Together they are what the launch grants: 128 * 24 + 256 * 240 of 384 * 168, 128 * 32 + 384 * 160 of 512 * 128, 128 *
-    24 + 512 * 112 of 640 * 96. With one consumer a thread has all 255 that exist from the start.
+    Together they are what the launch grants: 128 * 24 + 256 * 240 of 384 * 168, 128 * 32 + 384 * 160 of 512 * 128,
+    128 * 24 + 512 * 112 of 640 * 96. With one consumer a thread has all 255 that exist from the start.
     """
     splits = {1: (0, 0), 2: (24, 240), 3: (32, 160), 4: (24, 112)}
     return RegisterSplit(*splits[config.warpgroups])
@@ -112,6 +114,18 @@ def estimate_registers(spec: KernelSpec, config: FwdSm90Config) -> int:
     accumulators = output_columns(spec.head_dim) // 2 + config.block_n // 2
     packed = config.block_n // 4 if config.overlap and not config.p_in_smem else 0
     return accumulators + packed + _FRAGMENT_REGISTERS * config.q_regs + _REGISTERS_BESIDES
+
+
+def has_room_for_q(spec: KernelSpec, config: FwdSm90Config, q_regs: int) -> bool:
+    """Whether so many k16 steps of Q in registers leave enough of them.
+
+    H200: head dim 256 with 64 keys has 8 left beside 8 steps and is 0.97 to 1.0 times as fast with them as with 4; head
+    dim 128 with 128 keys has 24 left and is 1.0 to 1.02 times as fast.
+    """
+    if q_regs > output_columns(spec.head_dim) // 16:
+        return False
+    needed = estimate_registers(spec, replace(config, q_regs=q_regs))
+    return needed + _ROOM_BESIDE_Q <= consumer_registers(config)
 
 
 def config_reason(config: FwdSm90Config) -> str | None:
@@ -198,22 +212,26 @@ def default_forward_config(spec: KernelSpec) -> FwdSm90Config:
     """A config that is legal for every spec with alignment 16 on compute capability 9.0, and fast there.
 
     The fastest of those tried on an H200 (bf16, 1k to 8k tokens a sequence) or within 3 % of it, at head dims 64, 128
-    and 256; 192 has the widest key tiles that fit beside two stages. With one Q tile the output leaves from registers:
-    through Q's place the next tile would wait for it (head dim 128 at 1k: 585 instead of 529 TFLOP/s). Causal tiles
-    differ in length and are drawn (head dim 128 at 4k: 588 instead of 552).
+    and 256. With one Q tile the output leaves from registers: through Q's place the next tile would wait for it (head
+    dim 128 at 1k: 585 instead of 529 TFLOP/s). Causal tiles differ in length and are drawn (head dim 128 at 4k: 588
+    instead of 552).
     """
     columns = padded_columns(spec.head_dim)
     block_m, block_n, num_stages, q_stages = {
-        64: (192, 128, 3, 2),
+        64: (256, 64, 4, 2),
         128: (128, 128, 2, 2),
-        192: (128, 112, 2, 1),
-        256: (128, 80, 2, 1),
+        192: (128, 96, 2, 1),
+        256: (128, 64, 2, 1),
     }[columns]
-    return FwdSm90Config(
+    config = FwdSm90Config(
         block_m=block_m,
         block_n=block_n,
         num_stages=num_stages,
         q_stages=q_stages,
+        q_extra=1 if columns == 192 else 0,
+        softmax="guarded",
+        overlap_tiles=columns != 256,
         scheduler="dynamic" if spec.causal else "static",
         epilogue="tma" if q_stages > 1 else "direct",
     )
+    return config if columns == 64 else replace(config, q_regs=8 if has_room_for_q(spec, config, 8) else 4)

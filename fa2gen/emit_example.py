@@ -78,6 +78,7 @@ def example_files(calls: Sequence[Call], gpu: Gpu) -> dict[str, str]:
         "sm90_target": SM90_TARGET,
         "sm90_flags": f"-gencode arch={SM90_TARGET.replace('sm', 'compute')},code={SM90_TARGET}",
         "draws": any(call["drawn"] == "true" for call in forward),
+        "sections": any(call["section_mib"] for call in forward),
         "fillers": [name for name, has in fillers.items() if has],
         "sm90_cubins": [step["cubin"] for call in forward if call["sm90"] for step in call["steps"]],
         "forward": forward,
@@ -126,6 +127,7 @@ def _forward(call: Call) -> dict[str, Any]:
             "is_sm90": _literal(sm90),
             "drawn": _literal(isinstance(config, FwdSm90Config) and config.scheduler == "dynamic"),
             "stored_by_tma": _literal(isinstance(config, FwdSm90Config) and config.epilogue == "tma"),
+            "section_mib": config.section_mib if isinstance(config, FwdSm90Config) else 0,
         }
     )
 

@@ -73,8 +73,8 @@ class Memory:
         heads_by_l2: As many as suit L2 alone; a fixed order of a backward's sums may ask for more.
         section_bytes: ``reread_bytes`` of the heads at a time; of a forward the most of any section.
         used_share: Share of them that blocks are at on average; less than 1 in a backward with a causal mask.
-        tail_bytes: K and V that the short half of a causal forward's query blocks reads at most, of all heads together
-            after all sections; 0 without one.
+        tail_blocks: Query blocks (or tiles) of each head of a causal forward, its first, that come after all sections.
+        tail_bytes: K and V that these read at most, of all heads together; 0 without them.
     """
 
     standard: Traffic
@@ -85,6 +85,7 @@ class Memory:
     heads_by_l2: int
     section_bytes: int
     used_share: float
+    tail_blocks: int
     tail_bytes: int
     l2_bytes: int
 
@@ -273,7 +274,7 @@ def _why(match: Match, spec: KernelSpec, gpu: Gpu, bucket: str) -> str:
 
 def _memory(spec: KernelSpec, config: Config, problem: Problem, gpu: Gpu, plan: LaunchPlan) -> Memory:
     section = by_l2 = _param(plan, spec, config, "heads_per_section")
-    share, tail_bytes = 1.0, 0
+    share, tail, tail_bytes = 1.0, 0, 0
     if isinstance(config, BwdConfig):
         # Q and dO, and sums in float32; of a group's heads that share blocks, those of one at a time.
         head = problem.seqlen_q * (2 * BYTES_PER_ELEMENT * spec.head_dim + 4 * spec.native_head_dim)
@@ -286,14 +287,11 @@ def _memory(spec: KernelSpec, config: Config, problem: Problem, gpu: Gpu, plan: 
     else:
         head = 2 * BYTES_PER_ELEMENT * problem.seqlen_k * spec.head_dim
         # A forward counts query heads, also where it packs those of a group.
-        packed, tail = packed_heads(spec, config), 0
-        if isinstance(config, FwdSm90Config):
-            if not spec.causal:
-                # Tiles follow each other head by head: as many heads as the tiles that are under way.
-                tiles = -(-problem.seqlen_q // config.block_m)
-                section = min(problem.batch * problem.num_heads_q, -(-_main_launch(plan, spec).grid[0] // tiles))
-        else:
-            tail = _param(plan, spec, config, "tail_m_blocks")
+        packed, tail = packed_heads(spec, config), _param(plan, spec, config, "tail_m_blocks")
+        if isinstance(config, FwdSm90Config) and not spec.causal:
+            # Tiles follow each other head by head: as many heads as the tiles that are under way.
+            tiles = -(-problem.seqlen_q // config.block_m)
+            section = min(problem.batch * problem.num_heads_q, -(-_main_launch(plan, spec).grid[0] // tiles))
         section = by_l2 = section * packed
         section_bytes = _kv_heads_at_a_time(problem, section) * head
         rows = -(-tail * config.block_m // packed)
@@ -308,6 +306,7 @@ def _memory(spec: KernelSpec, config: Config, problem: Problem, gpu: Gpu, plan: 
         heads_by_l2=by_l2,
         section_bytes=section_bytes,
         used_share=share,
+        tail_blocks=tail,
         tail_bytes=tail_bytes,
         l2_bytes=gpu.l2_bytes,
     )

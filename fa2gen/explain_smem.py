@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .config_sm90 import GROUP_ROWS
 from .constraints import smem_plan
 from .constraints_backward import smem_plan as backward_smem_plan
 from .constraints_sm90 import TILE_NUMBERS_BYTES, padded_columns
@@ -41,19 +42,19 @@ def _forward_areas(spec: KernelSpec, config: FwdConfig) -> list[Area]:
 def _sm90_areas(spec: KernelSpec, config: FwdSm90Config) -> list[Area]:
     plan, width = sm90_smem_plan(spec, config), padded_columns(spec.head_dim)
     areas: list[Area] = []
-    tile, use = plan.k // config.q_stages, ", then O" if config.epilogue == "tma" else ""
-    for stage in range(config.q_stages):
-        number = f" [{stage}]" if config.q_stages > 1 else ""
-        areas.append((f"Q{number}{use}", plan.q + stage * tile, tile, f"{config.block_m} rows x {width}"))
-    tile = (plan.v - plan.k) // config.num_stages
-    for name, start in (("K", plan.k), ("V", plan.v)):
-        for stage in range(config.num_stages):
+    tile, use = plan.k // config.q_tiles, ", then O" if config.epilogue == "tma" else ""
+    for stage in range(config.q_tiles):
+        number = f" [{stage}]" if config.q_tiles > 1 else ""
+        areas.append((f"Q{number}{use}", plan.q + stage * tile, tile, f"{GROUP_ROWS} rows x {width}"))
+    tile = (plan.v - plan.k) // config.k_stages
+    for name, start, stages in (("K", plan.k, config.k_stages), ("V", plan.v, config.num_stages)):
+        for stage in range(stages):
             areas.append((f"{name} [{stage}]", start + stage * tile, tile, f"{config.block_n} keys x {width}"))
     if plan.barriers > plan.p:
         areas.append(
             ("P", plan.p, plan.barriers - plan.p, f"{config.block_m} rows x {config.block_n}, in panels of 64")
         )
-    pairs = f"full and empty: {config.q_stages} of Q, {config.num_stages} of K, {config.num_stages} of V"
+    pairs = f"full and empty: {config.q_tiles} of Q, {config.k_stages} of K, {config.num_stages} of V"
     if config.scheduler == "static":
         return [*areas, ("mbarriers", plan.barriers, plan.total - plan.barriers, pairs)]
     numbers = plan.total - TILE_NUMBERS_BYTES

@@ -145,7 +145,9 @@ def _fwd_sm90_plan(
     heads = problem.batch * problem.num_heads_q
     num_m_blocks = -(-problem.seqlen_q // config.block_m)
     tiles = heads * num_m_blocks
-    section = config.section_mib << 20 if config.section_mib else l2_bytes // 2
+    # A line that SMs of both halves of the chip read lies in both halves of L2, and Q and O pass through it too. H200,
+    # 24 causal cells: a quarter is 1.00 to 1.02 times as fast as half.
+    section = config.section_mib << 20 if config.section_mib else l2_bytes // 4
     # A block's next tile may lie a whole grid beyond the last one.
     _require_grid("fwd", tiles + num_sms)
     params = FWD_SM90_PARAMS.pack(
@@ -157,7 +159,7 @@ def _fwd_sm90_plan(
         num_m_blocks=num_m_blocks,
         num_tiles=tiles,
         heads_per_section=_equal_sections(heads, heads_per_section(spec, problem, section), num_m_blocks),
-        tail_m_blocks=num_m_blocks // 2 if spec.causal else 0,
+        tail_m_blocks=_tail(num_m_blocks, heads, num_sms) if spec.causal else 0,
         softmax_scale=softmax_scale,
         scale_log2=_scale_log2(softmax_scale),
     )
@@ -171,6 +173,16 @@ def _fwd_sm90_plan(
     )
     launch = Launch("fwd", (min(tiles, num_sms), 1, 1), *launch_size(spec, config, "fwd"), params, maps)
     return LaunchPlan((launch,), (Workspace("tickets", 256),) if config.scheduler == "dynamic" else ())
+
+
+def _tail(num_m_blocks: int, heads: int, num_sms: int) -> int:
+    """Causal query tiles of each head that come after all others: of the short half as many as level the SMs' ends.
+
+    Where the others end SMs differ by up to the longest tile, of ``num_m_blocks`` units; n short tiles of a head have
+    n^2 / 2 units. H200, 11 causal cells: 1.00 to 1.03 times as fast as the whole short half; a tail of half as much work
+    is 0.90 to 1.03 times, and none 0.80 to 1.0 times.
+    """
+    return min(num_m_blocks // 2, math.ceil(math.sqrt(2 * num_sms * num_m_blocks / heads)))
 
 
 def bwd_plan(

@@ -21,7 +21,7 @@ from fa2gen.runtime import Description, attention, describe, warmup, warmup_spec
 from fa2gen.runtime.plan import device_gpu, require_feasible
 from fa2gen.runtime.plan_forward import build_plan
 from fa2gen.runtime.request import read_request
-from fa2gen.spec import FAMILIES, BwdConfig, Config, FwdConfig, KernelSpec
+from fa2gen.spec import FAMILIES, BwdConfig, Config, ForwardConfig, FwdConfig, KernelSpec
 
 from .cells import Cell
 from .peers import Call, Implementation, Peer
@@ -73,7 +73,7 @@ def compile_ahead(cells: Sequence[Cell], choice: Choice, *, online: bool = False
         configs = [forced_config(choice, spec) for spec in specs]
     kernels = [(spec, config) for spec, config in zip(specs, configs, strict=True) if config is not None]
     if online:
-        kernels += [(spec, _online(config)) for spec, config in kernels if isinstance(config, FwdConfig)]
+        kernels += [(spec, _online(config)) for spec, config in kernels if not isinstance(config, BwdConfig)]
     gpu = _gpu()
     legal = [pair for pair in dict.fromkeys(kernels) if infeasible_reason(*pair, gpu.arch) is None]
     compile_many(
@@ -100,9 +100,11 @@ def own_implementation(choice: Choice) -> Implementation:
     return _implementation("fa2gen", lambda spec, *_: forced_config(choice, spec))
 
 
-def _online(config: FwdConfig) -> FwdConfig:
+def _online(config: ForwardConfig) -> ForwardConfig:
     """The config with the online softmax, which has nothing to prove."""
-    return dataclasses.replace(config, softmax="online", proof="step")
+    if isinstance(config, FwdConfig):
+        return dataclasses.replace(config, softmax="online", proof="step")
+    return dataclasses.replace(config, softmax="online")
 
 
 def online_peer(choice: Choice) -> Peer:
@@ -112,7 +114,7 @@ def online_peer(choice: Choice) -> Peer:
         if spec.kind == "bwd":
             return forced_config(choice, spec)
         config = chosen(spec, q, k, v, choice).config
-        if not isinstance(config, FwdConfig) or config.softmax == "online":
+        if not isinstance(config, ForwardConfig) or config.softmax == "online":
             raise UnsupportedError("the config has the online softmax already")
         return _online(config)
 
@@ -190,7 +192,7 @@ def count_repairs(cell: Cell, q: Tensor, k: Tensor, v: Tensor, description: Desc
 
     None for a config that has nothing to repair, and where the call runs on copies of its inputs.
     """
-    if not isinstance(description.config, FwdConfig) or description.config.softmax != "guarded":
+    if not isinstance(description.config, ForwardConfig) or description.config.softmax != "guarded":
         return None
     request = read_request(q, k, v, causal=cell.spec.causal, softmax_scale=None, backend="cuda")
     if request.copied:

@@ -171,7 +171,9 @@ FWD_SM90_PARAMS = ParamStruct(
         Field("TensorMap", "k_map", "(head_dim, seqlen_k, num_heads / gqa_ratio, batch), box 64 x block_n"),
         Field("TensorMap", "v_map", "likewise"),
         Field("TensorMap", "o_map", "(head_dim, seqlen_q, num_heads, batch), box 64 x 64; read where O leaves by TMA"),
-        Field("gptr<Element>", "o", f"{_QUERY_TENSOR}; of queries that see no key, and where O leaves from registers", _ADDRESSES),
+        Field(
+            "gptr<Element>", "o", f"{_QUERY_TENSOR}; read in any case: tiles without keys get zeros here", _ADDRESSES
+        ),
         Field("gptr<float>", "softmax_lse", "(batch, num_heads, seqlen_q), contiguous, natural logarithm; may be null"),
         Field(
             "gptr<u64>", "tickets", "one word, 0 at first, that no other launch uses meanwhile; where tiles are drawn"

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from ..explain import Explanation, MeasuredTime
 from ..roofline import Traffic, packed_heads
-from ..spec import BwdConfig, FwdSm90Config
+from ..spec import BwdConfig, ForwardConfig, FwdConfig, FwdSm90Config
 from ..tuning.model import model_version, validity
 from .units import count_text
 
@@ -89,10 +89,18 @@ def _l2(e: Explanation) -> Iterator[str]:
     if memory.heads_per_section > memory.heads_by_l2:
         # Blocks of one head wait for each other, those of several do not.
         at_a_time += f", for L2 alone it would be {memory.heads_by_l2:,}, but sums in a fixed order wait less with more"
+    config = e.selection.config
+    if isinstance(config, FwdSm90Config) and e.spec.causal and config.section_mib:
+        at_a_time += f", for the config has sections of {config.section_mib} MiB"
     used = f", about {memory.used_share:.0%} of it in use at a time" if memory.used_share < 0.995 else ""
     yield f"{at_a_time}: {_kib(memory.section_bytes)}{used}"
     if memory.tail_bytes:
-        yield f"the short half of the query blocks comes last, of all heads together: up to {_kib(memory.tail_bytes)}"
+        if isinstance(config, FwdSm90Config):
+            tiles = count_text(memory.tail_blocks, "query tile")
+            last = f"{tiles} of each head, the shortest, come last"
+        else:
+            last = "the short half of the query blocks comes last"
+        yield f"{last}, of all heads together: up to {_kib(memory.tail_bytes)}"
     l2 = f"{_kib(memory.l2_bytes)} of L2"
     if memory.l2_serves:
         yield f"this fits in {l2}, and re-reads hit it"
@@ -134,10 +142,39 @@ def _config(e: Explanation) -> Iterator[str]:
     yield from _row("chosen", _ORIGINS[selection.origin], selection.why)
     if selection.origin != "tuned":
         yield from _row("table lookup", selection.match.describe())
+    if not isinstance(selection.config, BwdConfig):
+        yield from _row("softmax", _softmax(selection.config))
+    if isinstance(selection.config, FwdSm90Config):
+        yield from _row("at the same time", "; ".join(_overlaps(selection.config)))
     if selection.illegal:
         yield from _row("excluded, illegal", str(selection.excluded))
     elif selection.excluded is not None:
         yield from _row("legal, but not tried", selection.excluded)
+
+
+def _softmax(config: ForwardConfig) -> str:
+    step = "key tile" if config.step_n == config.block_n else f"step of {config.step_n} keys"
+    if config.softmax == "online":
+        return f"online: a running maximum, taken of every {step}"
+    whole_block = isinstance(config, FwdConfig) and config.proof == "block"
+    again = "query block" if whole_block else step
+    return (
+        f"guarded: a maximum is taken of the first {step} and of those with a mask only; a {again} that leaves the "
+        "range of its numbers is computed again"
+    )
+
+
+def _overlaps(config: FwdSm90Config) -> Iterator[str]:
+    """What a consumer of Hopper's forward does while products run."""
+    yield (
+        "a key tile's softmax with P V of the tile before"
+        if config.overlap
+        else "nothing: a consumer's products and softmax follow each other"
+    )
+    if config.ping_pong:
+        yield "consumers issue products in turns: one's softmax with the others' products"
+    if config.overlap_tiles:
+        yield "the end of a query tile with Q K of the next one's first key tile"
 
 
 def _launches(e: Explanation) -> Iterator[str]:

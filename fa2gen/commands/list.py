@@ -164,7 +164,6 @@ def _kernel_row(kind: str, family: str, gpu: Gpu | None) -> dict[str, Any]:
     multiple = 1 if unaligned else 8
     widths = NATIVE_HEAD_DIMS if family == "sm80" else tuple(dict.fromkeys(map(padded_columns, NATIVE_HEAD_DIMS)))
     config, archs = default_config_of(KernelSpec(kind), family), map(arch_limits, supported_compute_capabilities())
-    softmaxes = SOFTMAXES if family == "sm80" else ("online",)
     row: dict[str, Any] = {
         "kind": kind,
         "family": family,
@@ -176,7 +175,7 @@ def _kernel_row(kind: str, family: str, gpu: Gpu | None) -> dict[str, Any]:
         "masks": ["full", "causal"],
         "max_gqa_ratio": MAX_GQA_RATIO,
         "alignments": list(ALIGNMENTS) if unaligned else [16],
-        **({"softmaxes": list(softmaxes)} if kind == "fwd" else {"deterministic": [False, True]}),
+        **({"softmaxes": list(SOFTMAXES)} if kind == "fwd" else {"deterministic": [False, True]}),
         "targets": [
             compile_target(config, arch.target) for arch in archs if family in families_on(KernelSpec(kind), arch)
         ],

@@ -23,9 +23,9 @@ sm80 family predictions err on that one's side.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from fa2gen.constraints_sm90 import consumer_registers, estimate_registers, output_columns, smem_plan
+from fa2gen.constraints_sm90 import consumer_registers, estimate_registers, output_columns, padded_columns, smem_plan
 from fa2gen.hardware import Gpu
 from fa2gen.problem import Problem
 from fa2gen.roofline import tile_work
@@ -34,12 +34,14 @@ from fa2gen.spec import FwdSm90Config, KernelSpec
 from .prediction import Facts, Prediction, soft_max
 from .waves import Counts, grid_clocks
 
-MODEL_VERSION = "sm90-fwd-1"
+MODEL_VERSION = "sm90-fwd-2"
 
 # FLOPs a clock and SM of wgmma; the share of it that so many warpgroups reach (H200: 767, 917 and 889 TFLOP/s).
-_TENSOR_FLOPS, _TENSOR_SHARE = 4096.0, {1: 0.84, 2: 1.0, 3: 0.97}
-# Issues of a scheduler for a score: FMNMX at half rate, FFMA, exp2, FADD, half a pack at half rate.
-_SCORE_ISSUES = 5.3
+_TENSOR_FLOPS, _TENSOR_SHARE = 4096.0, {1: 0.84, 2: 1.0, 3: 0.97, 4: 0.97}
+# Issues of a scheduler for a score: FMNMX at half rate (online), FFMA, exp2, FADD, half a pack at half rate.
+_SCORE_ISSUES = {"online": 5.3, "guarded": 3.4}
+# Bytes a clock that shared memory gives to wgmma and takes from TMA, and how sharply it bounds the products.
+_SMEM_BYTES, _SMEM_SHARPNESS = 128.0, 8.0
 # Clocks of a scheduler for an exp2 of a warp.
 _MUFU_CLOCKS = 8.0
 # How sharply the slower of tensor cores and softmax bounds a key tile: overlap and turns, either, neither.
@@ -58,6 +60,8 @@ _LOAD_LATENCY = 1000.0
 # Edges of a query tile, clocks: fixed, and for 128 rows of 128 columns; what one Q tile adds (the next one is awaited);
 # and with it a store through Q's place, for as many rows and columns; a store from registers, likewise.
 _EDGE, _EDGE_SIZE, _ONE_Q, _STORE_WAIT, _DIRECT = 435.0, 780.0, 136.0, 1505.0, 205.0
+# What stays of a query tile's edges where they run under the next one's first product.
+_UNDER_NEXT = 0.6
 # Clocks of a query tile to draw the next one.
 _DRAW = 50.0
 # What is left over at the end of a causal grid, in mean query tiles: drawn, and dealt out.
@@ -71,12 +75,12 @@ _L2_BYTES, _MEMORY_SHARPNESS = 58.0, 6.0
 # Registers beyond the lower estimate of constraints.py that consumers want for a schedule without stalls, of two and
 # three; slowdown for each that is missing. (H200, head dim 128, 4k and 8k keys, an earlier kernel of this structure:
 # tiles of 176 keys 3 to 8 % behind those of 128.) And for each that is spilled: such a kernel is no candidate.
-_SCHEDULE_REGISTERS, _PRESSURE, _SPILL_PRESSURE = {1: 0, 2: 28, 3: 8}, 0.005, 0.1
+_SCHEDULE_REGISTERS, _PRESSURE, _SPILL_PRESSURE = {1: 0, 2: 40, 3: 8, 4: 8}, 0.002, 0.1
 
 
 def estimate_facts(spec: KernelSpec, config: FwdSm90Config) -> Facts:
     """Facts before compiling: ptxas reports the launch's share of the registers, whatever the consumers have."""
-    share = {1: min(255, estimate_registers(spec, config)), 2: 168, 3: 128}[config.warpgroups]
+    share = {1: min(255, estimate_registers(spec, config)), 2: 168, 3: 128, 4: 96}[config.warpgroups]
     missing = max(0, estimate_registers(spec, config) - consumer_registers(config))
     return Facts(share, 8 * missing, smem_plan(spec, config).total)
 
@@ -106,6 +110,7 @@ def predict(spec: KernelSpec, config: FwdSm90Config, problem: Problem, gpu: Gpu,
         "issue": tiles_sm * config.warpgroups * tile.issue / per_ms,
         "tensor": tiles_sm * config.warpgroups * tile.tensor / per_ms,
         "mufu": tiles_sm * config.warpgroups * tile.mufu / per_ms,
+        "shared memory": tiles_sm * tile.smem / per_ms,
         "l2": tiles_sm * config.block_n * spec.head_dim * 4 / _L2_BYTES / per_ms,
         "hbm": problem.min_bytes(spec) / (0.9e6 * gpu.hbm_gbs),
     }
@@ -119,6 +124,7 @@ class _KeyTile:
 
     Attributes:
         tensor, issue, mufu: Of one warpgroup: tensor cores at their full rate; issues and exp2 of a scheduler.
+        smem: Of the block's shared memory.
         softmax: Of one warpgroup.
         qk, pv: Products of one warpgroup at the rate that so many reach.
         clocks: Of the block.
@@ -128,6 +134,7 @@ class _KeyTile:
     tensor: float
     issue: float
     mufu: float
+    smem: float
     softmax: float
     qk: float
     pv: float
@@ -140,24 +147,38 @@ def _key_tile(spec: KernelSpec, config: FwdSm90Config) -> _KeyTile:
     # The products' inner and outer widths are whole steps of 16, not panels.
     product = 2 * 64 * config.block_n * output_columns(spec.head_dim) / _TENSOR_FLOPS
     qk = pv = product / _TENSOR_SHARE[groups]
-    # The output is rescaled once a tile.
-    issue, mufu = _SCORE_ISSUES * scores + output_columns(spec.head_dim) / 2, _MUFU_CLOCKS * scores
+    issue, mufu = _SCORE_ISSUES[config.softmax] * scores, _MUFU_CLOCKS * scores
+    if config.softmax == "online":
+        issue += output_columns(spec.head_dim) / 2  # rescaled once a tile
     if config.p_in_smem:
         issue += _SHARED_P_ISSUES * scores / 4
     softmax = soft_max(issue, mufu, sharpness=4.0) * (1 + _GAP / math.pow(groups, _GAP_SHARE))
     softmax += _SHARED_P if config.p_in_smem else 0.0
     # What one warpgroup cannot do side by side.
     chain = qk + max(pv, softmax) if config.overlap else qk + pv + softmax
-    together = soft_max(groups * (qk + pv), groups * softmax, sharpness=_SHARPNESS[config.overlap + config.ping_pong])
+    smem = _smem_bytes(spec, config) / _SMEM_BYTES
+    products = soft_max(groups * (qk + pv), smem, sharpness=_SMEM_SHARPNESS)
+    together = soft_max(products, groups * softmax, sharpness=_SHARPNESS[config.overlap + config.ping_pong])
     clocks = max(chain, together) + _TILE
     # K and V of a tile are awaited where those before take less time than a load.
-    clocks += max(0.0, _LOAD_LATENCY - (config.num_stages - 1) * clocks)
-    return _KeyTile(2 * product, issue, mufu, softmax, qk, pv, clocks, _MASK_ISSUES * scores * groups)
+    clocks += max(0.0, _LOAD_LATENCY - (config.num_stages - 1 + config.k_extra / 2) * clocks)
+    return _KeyTile(2 * product, issue, mufu, smem, softmax, qk, pv, clocks, _MASK_ISSUES * scores * groups)
+
+
+def _smem_bytes(spec: KernelSpec, config: FwdSm90Config) -> float:
+    """Bytes of shared memory that a key tile's products read, and that it fills."""
+    columns = output_columns(spec.head_dim)
+    rows = 64 * 2 * (columns - 16 * config.q_regs)
+    if config.p_in_smem:
+        rows += 2 * 64 * 2 * config.block_n  # written once, read once
+    keys = config.block_n * columns * 2
+    return config.warpgroups * (rows + 2 * keys) + 2 * config.block_n * padded_columns(spec.head_dim) * 2
 
 
 def _pressure(spec: KernelSpec, config: FwdSm90Config, facts: Facts) -> float:
     """Slowdown by missing registers."""
-    spare = consumer_registers(config) - estimate_registers(spec, config)
+    # Q's registers are written once a query tile: no schedule is made around them.
+    spare = consumer_registers(config) - estimate_registers(spec, replace(config, q_regs=0))
     missing = max(0, _SCHEDULE_REGISTERS[config.warpgroups] - spare)
     return 1 + _PRESSURE * missing + _SPILL_PRESSURE * facts.spill_bytes / 8
 
@@ -168,8 +189,10 @@ def _edge_clocks(spec: KernelSpec, config: FwdSm90Config, tile: _KeyTile) -> flo
     if config.overlap:
         # The first scores have no product to run under.
         edge += tile.softmax
+    if config.overlap_tiles:
+        edge *= _UNDER_NEXT
     if config.q_stages == 1:
-        edge += _ONE_Q
+        edge += _ONE_Q * (1 - config.q_extra / config.warpgroups)
         edge += _STORE_WAIT * size if config.epilogue == "tma" else 0.0
     edge += _DIRECT * size if config.epilogue == "direct" else 0.0
     return edge + (_DRAW if config.scheduler == "dynamic" else 0.0)

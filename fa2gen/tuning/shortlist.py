@@ -52,7 +52,8 @@ def shortlist(
 def _kind(config: Config) -> Config:
     """What configs of one shape have in common, see :func:`shortlist`; one block of the sm90 family fills an SM."""
     if isinstance(config, FwdSm90Config):
-        return replace(config, num_stages=1, q_stages=1, scheduler="static", epilogue="tma")
+        one_of_each = replace(config, num_stages=1, k_extra=0, q_stages=1, q_extra=0, q_regs=0)
+        return replace(one_of_each, scheduler="static", section_mib=0, epilogue="tma")
     return replace(config, num_stages=1, min_blocks=1)
 
 
@@ -128,7 +129,7 @@ def code_digest(build: Build) -> str:
         # The tiles that grids are counted in, or of which tensor maps have the size.
         tiles = [config.block_m] if isinstance(config, FwdConfig) else [config.block_m, config.block_n]
         if isinstance(config, FwdSm90Config):
-            tiles += [config.epilogue == "tma", config.scheduler == "dynamic"]
+            tiles += [config.epilogue == "tma", config.scheduler == "dynamic", config.section_mib]
         digest.update(repr((source.num_threads, source.smem_bytes, *tiles, compiled.resources)).encode())
         for section in _text_sections(compiled.cubin):
             digest.update(section)

@@ -7,63 +7,102 @@ import itertools
 from collections.abc import Mapping
 from dataclasses import replace
 
-from fa2gen.config_sm90 import EPILOGUES, SCHEDULERS
+from fa2gen.config_sm90 import EPILOGUES
 from fa2gen.constraints import config_reason, infeasible_reason
-from fa2gen.constraints_sm90 import consumer_registers, estimate_registers
+from fa2gen.constraints_sm90 import consumer_registers, estimate_registers, has_room_for_q, output_columns
 from fa2gen.hardware import ArchLimits
 from fa2gen.spec import FwdSm90Config, KernelSpec
 
 from .grid import Grid, Value
 
-# overlap and ping_pong. Neither is left out: it was slowest wherever it was measured (H200, head dim 128: 7 to 12 %
-# behind both), and it takes the registers of turns alone.
-_PRODUCTS = {"overlap turns": (True, True), "overlap": (True, False), "turns": (False, True)}
+# Tunables that mean something only together are one.
+# overlap, ping_pong and softmax. One of the first two there must be: without both was slowest wherever it was measured
+# (H200, head dim 128: 7 to 12 % behind both), and takes the registers of turns alone. Where products overlap the
+# guarded softmax is 5 to 16 % faster than the online one; without overlap there is none.
+_PRODUCTS = {
+    "overlap turns": (True, True, "guarded"),
+    "overlap": (True, False, "guarded"),
+    "turns": (False, True, "online"),
+}
+# num_stages and k_extra.
+_STAGES = {"2": (2, 0), "2 + 1 of K": (2, 1), "3": (3, 0), "4": (4, 0)}
+# q_stages and q_extra.
+_QUERY_TILES = {"1": (1, 0), "1 + 64 rows": (1, 1), "2": (2, 0)}
+# scheduler and section_mib: sections are what tiles are drawn from.
+_SCHEDULES = {
+    "static": ("static", 0),
+    "dynamic": ("dynamic", 0),
+    "dynamic, 8 MiB": ("dynamic", 8),
+    "dynamic, 32 MiB": ("dynamic", 32),
+}
 
 _VALUES: dict[str, tuple[Value, ...]] = {
-    "block_m": (64, 128, 192),
+    "block_m": (64, 128, 192, 256),
     "block_n": (64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240, 256),
-    "num_stages": (2, 3, 4),
-    "q_stages": (1, 2),
+    "stages": tuple(_STAGES),
+    "query_tiles": tuple(_QUERY_TILES),
+    "q_regs": (0, 4, 8),
     "p_in_smem": (False, True),
     "products": tuple(_PRODUCTS),
-    "scheduler": SCHEDULERS,
+    "overlap_tiles": (False, True),
+    "schedule": tuple(_SCHEDULES),
     "epilogue": EPILOGUES,
 }
+_HOW_TILES_COME = ("schedule", "epilogue")
 # Keys on their way beyond which another stage has nothing to hide: a load takes as long as 64 keys at head dim 64.
 _MAX_KEYS_AHEAD = 512
 # Registers of a consumer that the estimate must leave free: of 290 kernels compiled for sm_90a those that left 4 had no
 # spills, and the five that left none were serialized.
 _SPARE_REGISTERS = 4
+# Columns of O up to which Q in registers gained nothing (H200, head dim 64: 0.98 to 1.0; 128 and 256: 1.01 to 1.05).
+_NARROW = 64
 
 
 def _config_of(params: Mapping[str, Value]) -> FwdSm90Config | None:
-    """None where ``products`` is none of this grid's."""
-    if params["products"] not in _PRODUCTS:
+    """None where a word is none of this grid's."""
+    products, stages = _PRODUCTS.get(str(params["products"])), _STAGES.get(str(params["stages"]))
+    query_tiles, schedule = _QUERY_TILES.get(str(params["query_tiles"])), _SCHEDULES.get(str(params["schedule"]))
+    if products is None or stages is None or query_tiles is None or schedule is None:
         return None
-    overlap, ping_pong = _PRODUCTS[str(params["products"])]
+    overlap, ping_pong, softmax = products
+    num_stages, k_extra = stages
+    q_stages, q_extra = query_tiles
+    scheduler, section_mib = schedule
     return FwdSm90Config(
         block_m=int(params["block_m"]),
         block_n=int(params["block_n"]),
-        num_stages=int(params["num_stages"]),
-        q_stages=int(params["q_stages"]),
+        num_stages=num_stages,
+        k_extra=k_extra,
+        q_stages=q_stages,
+        q_extra=q_extra,
+        q_regs=int(params["q_regs"]),
         p_in_smem=bool(params["p_in_smem"]),
         overlap=overlap,
         ping_pong=ping_pong,
-        scheduler=str(params["scheduler"]),
+        softmax=softmax,
+        overlap_tiles=bool(params["overlap_tiles"]),
+        scheduler=scheduler,
+        section_mib=section_mib,
         epilogue=str(params["epilogue"]),
     )
 
 
 def _params_of(config: FwdSm90Config) -> dict[str, Value]:
-    words = [word for word, there in (("overlap", config.overlap), ("turns", config.ping_pong)) if there]
+    """Words of configs that no point stands for are none of the grid's."""
+
+    def word(known: Mapping[str, tuple[Value, ...]], *values: Value) -> str:
+        return next((word for word, its in known.items() if its == values), " ".join(map(str, values)))
+
     return {
         "block_m": config.block_m,
         "block_n": config.block_n,
-        "num_stages": config.num_stages,
-        "q_stages": config.q_stages,
+        "stages": word(_STAGES, config.num_stages, config.k_extra),
+        "query_tiles": word(_QUERY_TILES, config.q_stages, config.q_extra),
+        "q_regs": config.q_regs,
         "p_in_smem": config.p_in_smem,
-        "products": " ".join(words),
-        "scheduler": config.scheduler,
+        "products": word(_PRODUCTS, config.overlap, config.ping_pong, config.softmax),
+        "overlap_tiles": config.overlap_tiles,
+        "schedule": word(_SCHEDULES, config.scheduler, config.section_mib),
         "epilogue": config.epilogue,
     }
 
@@ -71,8 +110,20 @@ def _params_of(config: FwdSm90Config) -> dict[str, Value]:
 @functools.cache
 def _configs(_grouped: bool) -> tuple[FwdSm90Config, ...]:
     """Grouped heads have no configs of their own: query tiles hold rows of one head."""
-    points = (dict(zip(_VALUES, point, strict=True)) for point in itertools.product(*_VALUES.values()))
-    configs = (config for point in points if (config := _config_of(point)) is not None)
+    names = [name for name in _VALUES if name not in _HOW_TILES_COME]
+    plain: dict[str, Value] = {name: _VALUES[name][0] for name in _HOW_TILES_COME}
+    rests = [
+        dict(zip(_HOW_TILES_COME, point, strict=True))
+        for point in itertools.product(*(_VALUES[name] for name in _HOW_TILES_COME))
+    ]
+    configs = []
+    for point in itertools.product(*(_VALUES[name] for name in names)):
+        params = plain | dict(zip(names, point, strict=True))
+        # By itself and first: of 45,000 shapes one in six can be.
+        shape = _config_of(params | {"epilogue": "direct"})
+        if shape is None or config_reason(shape) is not None or _futile_reason(shape) is not None:
+            continue
+        configs += [config for rest in rests if (config := _config_of(params | rest)) is not None]
     return tuple(config for config in configs if config_reason(config) is None and _futile_reason(config) is None)
 
 
@@ -84,6 +135,12 @@ def _futile_reason(config: FwdSm90Config) -> str | None:
         return "P in shared memory saves registers, of which a single consumer has enough"
     if not config.overlap and not config.ping_pong:
         return "neither overlap nor turns: 7 to 12 % behind both (H200, head dim 128)"
+    if config.overlap and config.softmax == "online":
+        return "softmax online: 5 to 16 % behind the guarded one (H200)"
+    if config.q_stages == 1 and config.epilogue == "tma":
+        return "epilogue tma with one Q tile: the next one waits for the output (H200, head dim 128: 10 % at 1k)"
+    if config.p_in_smem and config.q_regs:
+        return "P in shared memory saves registers, and Q in registers takes them"
     return None
 
 
@@ -94,16 +151,32 @@ def _registers_reason(spec: KernelSpec, config: FwdSm90Config) -> str | None:
     return None
 
 
-def _spared_registers_reason(spec: KernelSpec, config: FwdSm90Config, arch: ArchLimits) -> str | None:
-    """Why registers that a config does without would not be missed, or None."""
+def _spared_reason(spec: KernelSpec, config: FwdSm90Config, arch: ArchLimits) -> str | None:
+    """Why what a config does without would not be missed, or None."""
     richer = []
     if config.p_in_smem:
-        richer.append(("P in shared memory", replace(config, p_in_smem=False)))
+        richer.append(("P in shared memory: there are registers", replace(config, p_in_smem=False)))
     if not config.overlap:
-        richer.append(("turns without overlap", replace(config, overlap=True)))
+        richer.append(("turns without overlap: there are registers", replace(config, overlap=True)))
+    if config.k_extra:
+        stages = config.num_stages + 1
+        richer.append(("one more stage of K: there is shared memory", replace(config, num_stages=stages, k_extra=0)))
+    if config.q_extra:
+        richer.append(("64 more rows of Q: there is shared memory", replace(config, q_stages=2, q_extra=0)))
+    if config.q_regs == 4 and has_room_for_q(spec, config, 8):
+        return "4 k16 steps of Q in registers: there are registers for 8"
     for saving, faster in richer:
         if infeasible_reason(spec, faster, arch) is None and _registers_reason(spec, faster) is None:
-            return f"{saving}: there are registers for the faster way"
+            return f"{saving} for the faster way"
+    return None
+
+
+def _pointless_reason(spec: KernelSpec, config: FwdSm90Config) -> str | None:
+    """Why a tunable does nothing for a spec, or None."""
+    if config.section_mib and not spec.causal:
+        return "section_mib orders the tiles of a causal mask"
+    if config.q_regs and output_columns(spec.head_dim) <= _NARROW:
+        return f"Q in registers gains nothing up to head_dim {_NARROW} (H200)"
     return None
 
 
@@ -112,7 +185,8 @@ def _exclusion_reason(spec: KernelSpec, config: FwdSm90Config, arch: ArchLimits)
         infeasible_reason(spec, config, arch)
         or _registers_reason(spec, config)
         or _futile_reason(config)
-        or _spared_registers_reason(spec, config, arch)
+        or _pointless_reason(spec, config)
+        or _spared_reason(spec, config, arch)
     )
 
 

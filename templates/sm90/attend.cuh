@@ -10,6 +10,9 @@ struct Consumer {
   QueryFragments frag_q;  // of its rows of Q, where some lie in registers
   int group;  // which of the block's consumers: its query rows are group * 64 to group * 64 + 63 of the tile
   u32 tile_p;  // its tile of P in shared memory
+  // Tile sums must stay below; -1: the next tile's maximum is wanted (a large reference, a repair). Not beside m and l:
+  // there it would change the machine code of kernels that do without.
+  float guard_limit;
 };
 
 // A query tile as a consumer sees it. Its place follows from its number whenever it is needed: kept, it would take
@@ -66,8 +69,8 @@ FUNC void release_v(Consumer& consumer) {
   advance<kStagesV>(consumer.v);
 }
 
-// O leaves through Q's place, which may be refilled once the store has read it. Where every consumer has two places there
-// is time until the next query tile is under way.
+// O leaves through Q's place, which may be refilled once the store has read it. Where every consumer has two places
+// there is time until the next query tile is under way.
 constexpr bool kStoresOverlap = kStoreByTma && kQueryTiles == 2 * kWarpgroups;
 
 FUNC void finish_store(Consumer& consumer) {
@@ -120,11 +123,21 @@ FUNC void hand_over_probabilities(ProbabilityFragments& frag_p, const ScoreTile&
   }
 }
 
+// Scores as P against the maximum so far, theirs included.
+FUNC void exact_softmax(ScoreTile& acc_s, SoftmaxState& softmax, float (&alpha)[2], Consumer& consumer,
+                        const FwdParams& p) {
+  if constexpr (kGuarded)
+    consumer.guard_limit = online_softmax(acc_s, softmax, alpha, p.scale_log2) ? -1.f : kGuardLimit;
+  else
+    online_softmax(acc_s, softmax, alpha, p.scale_log2);
+}
+
 // The scores of key tile j as P.
 template <bool kMasked>
-FUNC void softmax_step(ScoreTile& acc_s, SoftmaxState& softmax, float (&alpha)[2], int row, int j, const FwdParams& p) {
+FUNC void softmax_step(ScoreTile& acc_s, SoftmaxState& softmax, float (&alpha)[2], Consumer& consumer, int row, int j,
+                       const FwdParams& p) {
   if constexpr (kMasked) mask_scores(acc_s, row, j * kBlockN, p.seqlen_k, p.seqlen_k - p.seqlen_q);
-  online_softmax(acc_s, softmax, alpha, p.scale_log2);
+  exact_softmax(acc_s, softmax, alpha, consumer, p);
 }
 
 // Q and the first key tile are there.
@@ -158,7 +171,7 @@ FUNC void attend_first(ScoreTile& acc_s, ProbabilityFragments& frag_p, SoftmaxSt
     for (int i = tile.own; i < tile.visible; i++) skip_turn(consumer);
   }
   if (j >= tile.whole) mask_scores(acc_s, tile.row, j * kBlockN, p.seqlen_k, p.seqlen_k - p.seqlen_q);
-  online_softmax(acc_s, softmax, alpha, p.scale_log2);
+  exact_softmax(acc_s, softmax, alpha, consumer, p);
   hand_over_probabilities(frag_p, acc_s, consumer);
   if constexpr (kSkips && kSkipsKeysFirst) {
 #pragma unroll 1
@@ -185,26 +198,26 @@ FUNC void attend_overlapped(ScoreTile& acc_s, OutputTile& acc_o, ProbabilityFrag
   wgmma_wait<1>();
   if constexpr (kGuarded && !kMasked) {
     float tile_sum[2];
-    const bool is_guarded = !kMayGoOnline || softmax.guard_limit > 0.f;
+    const bool is_guarded = !kMayGoOnline || consumer.guard_limit > 0.f;
     if (is_guarded)
       guarded_softmax(acc_s, tile_sum, softmax, p.scale_log2);
     else
-      online_softmax(acc_s, softmax, alpha, p.scale_log2);
+      exact_softmax(acc_s, softmax, alpha, consumer, p);
     wgmma_wait<0>();
     release_v(consumer);
     pack_probabilities(frag_p, acc_s);
-    if (is_guarded && !any_lane(!is_proved(softmax, tile_sum))) {
+    if (is_guarded && !any_lane(!is_proved(tile_sum, consumer.guard_limit))) {
       add_tile_sum(softmax, tile_sum);
     } else {
       if (is_guarded) {
         // Repair: the scores again, from K still in shared memory.
         recompute_scores(acc_s, query_rows(consumer), key_tile(consumer.k));
-        online_softmax(acc_s, softmax, alpha, p.scale_log2);
+        exact_softmax(acc_s, softmax, alpha, consumer, p);
         pack_probabilities(frag_p, acc_s);
-        if constexpr (kMayGoOnline) softmax.guard_limit = -1.f;
+        if constexpr (kMayGoOnline) consumer.guard_limit = -1.f;
         if (p.repairs.address && threadIdx.x % 32 == 0) atomic_add<u32>(p.repairs, 1);
       } else if (any_lane(has_grown(alpha))) {
-        softmax.guard_limit = -1.f;
+        consumer.guard_limit = -1.f;
       }
       rescale_output(acc_o, alpha);
     }
@@ -215,7 +228,7 @@ FUNC void attend_overlapped(ScoreTile& acc_s, OutputTile& acc_o, ProbabilityFrag
     }
   } else {
     release_k(consumer);
-    softmax_step<kMasked>(acc_s, softmax, alpha, tile.row, j, p);
+    softmax_step<kMasked>(acc_s, softmax, alpha, consumer, tile.row, j, p);
     wgmma_wait<0>();
     release_v(consumer);
     hand_over_probabilities(frag_p, acc_s, consumer);
@@ -261,14 +274,15 @@ FUNC void attend_last_and_next(ScoreTile& acc_s, OutputTile& acc_o, const Probab
   issue_pv(acc_o, frag_p, consumer.tile_p, value_tile(consumer.v), tile.own > 1);
   wgmma_commit();
   await_first(ahead, next);
+  // Before the product: it is in flight on return, and what it reads stays.
+  if constexpr (kQueryRegs > 0) consumer.frag_q = ahead.frag_q;
   wgmma_fence();
-  issue_qk(acc_s, ahead.frag_q, query_rows(ahead), key_tile(ahead.k));
+  issue_qk(acc_s, consumer.frag_q, query_rows(ahead), key_tile(ahead.k));
   wgmma_commit();
   if constexpr (kPingPong) pass_turn(consumer.group);
   wgmma_wait<1>();
   release_v(consumer);
   consumer.k = ahead.k;
-  if constexpr (kQueryRegs > 0) consumer.frag_q = ahead.frag_q;
 }
 
 // Key tile j, one product after the other.
@@ -286,7 +300,7 @@ FUNC void attend_in_order(ScoreTile& acc_s, OutputTile& acc_o, ProbabilityFragme
   if constexpr (kPingPong) pass_turn(consumer.group);
   wgmma_wait<0>();
   release_k(consumer);
-  softmax_step<kMasked>(acc_s, softmax, alpha, tile.row, j, p);
+  softmax_step<kMasked>(acc_s, softmax, alpha, consumer, tile.row, j, p);
   if (accumulate) rescale_output(acc_o, alpha);
   hand_over_probabilities(frag_p, acc_s, consumer);
   await_v(consumer);

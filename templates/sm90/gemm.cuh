@@ -23,6 +23,8 @@ FUNC void load_query_fragments(QueryFragments& frag_q, u32 tile_q) {
 #pragma unroll
   for (int step = 0; step < kQueryRegs; step++)
     ldmatrix_x4(frag_q.steps[step], tile_q + step / 4 * kQueryPanelBytes + swizzled(row, step % 4 * 2 + lane / 16));
+  // The tile is given up by one lane for the warp.
+  sync_warp();
 }
 
 // S = Q K^T.

@@ -5,7 +5,8 @@ struct Producer {
   RingPosition tile;
 };
 
-// Every consumer has its own rows of Q in a tile of their own. The tiles are a ring, which the consumers go through by turns.
+// Every consumer has its own rows of Q in a tile of their own. The tiles are a ring, which the consumers go through by
+// turns.
 FUNC void load_query_tiles(Producer& producer, const WorkTile& work, const FwdParams& p) {
 #pragma unroll 1
   for (int group = 0; group < kWarpgroups; group++) {
@@ -41,8 +42,8 @@ FUNC void load_v(Producer& producer, int j, const WorkTile& work, const FwdParam
   load_key_tile<kStagesV>(producer.v, kBarriersV, kSmemV, p.v_map, j, work);
 }
 
-// Tiles come in the order in which the consumers wait for them: V one key tile behind K, also from one query tile to the
-// next. Between a query tile's first loads and the rest, which wait for stages, is time to learn of the next one.
+// Tiles come in the order in which the consumers wait for them: V one key tile behind K, also from one query tile to
+// the next. Between a query tile's first loads and the rest, which wait for stages, is time to learn of the next one.
 FUNC void produce(const FwdParams& p) {
   tma_prefetch_map(p.q_map);
   tma_prefetch_map(p.k_map);

@@ -3,8 +3,8 @@
 // Each stage has a "full" mbarrier, on which TMA arrives with the tile's bytes, and an "empty" one, on which each
 // consumer warp arrives when it is done with the tile. The n-th use of a stage waits for the n-th phase.
 
-// Where a ring stands: a stage, and the parity of the phase of its current use in bit 4. One register, for consumers have
-// none to spare.
+// Where a ring stands: a stage, and the parity of the phase of its current use in bit 4. One register, for consumers
+// have none to spare.
 using RingPosition = u32;
 
 FUNC int stage_of(RingPosition at) { return at & 15; }

@@ -8,9 +8,9 @@ struct WorkTile {
 
 FUNC WorkTile work_tile(int id, const FwdParams& p) {
   if constexpr (kCausal) {
-    // Heads go in sections whose K and V stay in L2 together, and inside a section the last query tiles come first: they
-    // are the longest, and the short ones fill the gaps. The short half of them (tail_m_blocks, from the host) is left to
-    // the end, for all heads together: a last section by itself has too few tiles to end evenly on all SMs.
+    // Heads go in sections whose K and V stay in L2 together, and inside a section the last query tiles come first:
+    // they are the longest, and the short ones fill the gaps. Each head's first ones (tail_m_blocks, from the host) are
+    // left to the end, for all heads together: a last section by itself has too few tiles to end evenly on all SMs.
     const int heads_in_all = p.batch * p.num_heads, long_m_blocks = p.num_m_blocks - p.tail_m_blocks;
     int first_head = 0, heads = heads_in_all, m_blocks = p.tail_m_blocks;
     if (id < long_m_blocks * heads_in_all) {

@@ -17,7 +17,6 @@ constexpr float kLn2 = 0.69314718f;
 struct SoftmaxState {
   float row_max[2];  // m, in raw scores; -inf until a key was seen
   float row_sum[2];  // l: this lane's part of sum 2^(s c - m c)
-  float guard_limit;  // tile sums must stay below; -1: the next tile's maximum is wanted (a large reference, a repair)
 };
 
 FUNC float quad_max(float v) {
@@ -39,7 +38,8 @@ FUNC void clear_softmax(SoftmaxState& softmax) {
 }
 
 // m' = max(m, rowmax S), alpha = 2^((m - m') c), l = alpha l + rowsum P; acc_s becomes P. O = alpha O is left to do.
-FUNC void online_softmax(ScoreTile& acc_s, SoftmaxState& softmax, float (&alpha)[2], float scale_log2) {
+// Whether a reference of the warp is large.
+FUNC bool online_softmax(ScoreTile& acc_s, SoftmaxState& softmax, float (&alpha)[2], float scale_log2) {
   float reference[2];
   bool large = false;
 #pragma unroll
@@ -60,7 +60,6 @@ FUNC void online_softmax(ScoreTile& acc_s, SoftmaxState& softmax, float (&alpha)
   // exponents in a branch of each case, ptxas puts the sums, the conversion of P and the rescaling of O behind them; in
   // one block they run while ex2 does: H200, 28 kernels and sizes, 0.98 to 1.17 times as fast, 1.05 in the mean.
   large = any_lane(large);
-  if constexpr (kGuarded) softmax.guard_limit = large ? -1.f : kGuardLimit;
   if (large) {
 #pragma unroll
     for (int i = 0; i < kBlockN / 2; i++) acc_s[i] -= reference[i / 2 % 2];
@@ -76,6 +75,7 @@ FUNC void online_softmax(ScoreTile& acc_s, SoftmaxState& softmax, float (&alpha)
   for (int i = 4; i < kBlockN / 2; i++) tile_sum[i / 2 % 2] += acc_s[i];
 #pragma unroll
   for (int r = 0; r < 2; r++) softmax.row_sum[r] = fma_f32(softmax.row_sum[r], alpha[r], tile_sum[r]);
+  return large;
 }
 
 // Guarded softmax: P against the reference that the rows have, so there is no maximum, no shuffle and no rescale.
@@ -91,13 +91,14 @@ FUNC void guarded_softmax(ScoreTile& acc_s, float (&tile_sum)[2], const SoftmaxS
 
 // No lane's sum left its range or is NaN, nor is its reference large. A row without a reference has NaN: rows get one
 // from the tiles that need a mask.
-FUNC bool is_proved(const SoftmaxState& softmax, const float (&tile_sum)[2]) {
-  return tile_sum[0] < softmax.guard_limit && tile_sum[1] < softmax.guard_limit;
+FUNC bool is_proved(const float (&tile_sum)[2], float guard_limit) {
+  return tile_sum[0] < guard_limit && tile_sum[1] < guard_limit;
 }
 
-// After a repair a warp takes the next tile's maximum at once, and goes on so while maxima grow by what would need another
-// repair: where every tile does, that is 0.88 to 0.98 times as fast as the online softmax (H200, head dims 128 and 256),
-// and repairs alone are 0.40 to 0.48 times. Up to head dim 64, where repairs cost half, choosing costs 3 % without any.
+// After a repair a warp takes the next tile's maximum at once, and goes on so while maxima grow by what would need
+// another repair: where every tile does, that is 0.88 to 0.98 times as fast as the online softmax (H200, head dims 128
+// and 256), and repairs alone are 0.40 to 0.48 times. Up to head dim 64, where repairs cost half, choosing costs 3 %
+// without any.
 constexpr bool kMayGoOnline = kColumnsO > 64;
 
 FUNC bool has_grown(const float (&alpha)[2]) { return alpha[0] < 1.f / kGuardLimit || alpha[1] < 1.f / kGuardLimit; }

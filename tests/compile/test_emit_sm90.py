@@ -24,22 +24,28 @@ from fa2gen.launch import LaunchPlan, fwd_plan
 from fa2gen.problem import Problem
 from fa2gen.spec import FwdConfig, FwdSm90Config, KernelSpec
 from fa2gen.tensor_map import BYTES
-from tests.emit_runs import BATCH, NUM_HEADS_K, SEQLEN_K, SEQLEN_Q, built, launched, require_formatted, run_example
+from tests.emit_runs import SIZES, built, launched, require_formatted, run_example
 from tests.sm90_covering import TARGET
 
 H200 = get_gpu("h200")
 # Those of the stub driver.
 NUM_SMS = 5
 FLAGS = "-gencode arch=compute_90a,code=sm_90a"
-# The output by TMA and from registers; tiles in a fixed order and drawn; one consumer to three; more tiles than SMs.
+# The output by TMA and from registers; tiles in a fixed order and drawn; one consumer to four; more tiles than SMs;
+# sections of a given size; short causal query tiles that come last.
 KERNELS = [
     (KernelSpec(causal=True), FwdSm90Config()),
     (KernelSpec(head_dim=40, dtype="fp16", gqa_ratio=3), FwdSm90Config(block_m=64, ping_pong=False, epilogue="direct")),
-    (KernelSpec(head_dim=256, causal=True), FwdSm90Config(block_n=64, scheduler="dynamic")),
+    (KernelSpec(head_dim=256, causal=True), FwdSm90Config(block_n=64, scheduler="dynamic", section_mib=9)),
     (
         KernelSpec(head_dim=64, gqa_ratio=2),
         FwdSm90Config(block_m=192, block_n=96, scheduler="dynamic", epilogue="direct"),
     ),
+    (
+        KernelSpec(head_dim=32, causal=True, gqa_ratio=2),
+        FwdSm90Config(block_m=64, ping_pong=False, softmax="guarded", k_extra=1),
+    ),
+    (KernelSpec(head_dim=48, dtype="fp16"), FwdSm90Config(block_m=256, block_n=64, softmax="guarded", q_extra=1)),
 ]
 
 
@@ -66,16 +72,16 @@ def example(folder: tuple[Path, dict[str, Any]], cuda_include: Path, tmp_path_fa
     return built(folder[0], cuda_include, tmp_path_factory.mktemp("example") / "out")
 
 
-def sizes_of(kernel: dict[str, Any], seqlen_k: int = SEQLEN_K) -> dict[str, int]:
+def sizes_of(kernel: dict[str, Any], arguments: tuple[int, ...] = SIZES) -> dict[str, int]:
     """Everything that the manifest's formulas name, at the example's sizes."""
-    d, heads_k = kernel["spec"]["head_dim"], NUM_HEADS_K
-    heads = heads_k * kernel["spec"]["gqa_ratio"]
+    seqlen_q, seqlen_k, batch, heads_k = arguments
+    d, heads = kernel["spec"]["head_dim"], heads_k * kernel["spec"]["gqa_ratio"]
     strides = {}
-    for tensor, rows, count in (("q", SEQLEN_Q, heads), ("k", seqlen_k, heads_k), ("v", seqlen_k, heads_k)):
+    for tensor, rows, count in (("q", seqlen_q, heads), ("k", seqlen_k, heads_k), ("v", seqlen_k, heads_k)):
         strides |= {f"{tensor}_row_stride": count * d, f"{tensor}_head_stride": d}
         strides |= {f"{tensor}_batch_stride": rows * count * d}
     strides |= {name.replace("q_", "o_"): stride for name, stride in strides.items() if name.startswith("q_")}
-    sizes = {"seqlen_q": SEQLEN_Q, "seqlen_k": seqlen_k, "batch": BATCH, "num_heads": heads, "num_sms": NUM_SMS}
+    sizes = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "batch": batch, "num_heads": heads, "num_sms": NUM_SMS}
     return sizes | strides
 
 
@@ -83,24 +89,31 @@ def value(rule: str, sizes: dict[str, int]) -> int:
     return int(eval(rule, {"ceil": math.ceil, "min": min, "max": max, **sizes}))
 
 
-def plan_of(kernel: dict[str, Any]) -> LaunchPlan:
-    """What fa2gen launches for the example's sizes; all heads in one section, as in the example."""
+def plan_of(kernel: dict[str, Any], arguments: tuple[int, ...] = SIZES) -> LaunchPlan:
+    """What fa2gen launches for the example's sizes; where the config says no more, all heads in one section."""
     spec, config = KernelSpec.from_canonical(kernel["spec"]), FwdSm90Config.from_canonical(kernel["config"])
-    sizes = sizes_of(kernel)
+    sizes = sizes_of(kernel, arguments)
     strides = {
         tensor: tuple(sizes[f"{tensor}_{axis}_stride"] for axis in ("batch", "row", "head")) for tensor in "qkvo"
     }
-    problem = Problem(BATCH, SEQLEN_Q, SEQLEN_K, sizes["num_heads"], NUM_HEADS_K)
+    seqlen_q, seqlen_k, batch, heads_k = arguments
+    problem = Problem(batch, seqlen_q, seqlen_k, sizes["num_heads"], heads_k)
     scale = 1 / math.sqrt(spec.head_dim)
     return fwd_plan(
         spec, config, problem, strides=strides, softmax_scale=scale, l2_bytes=2**50, num_sms=NUM_SMS
     )  # fmt: skip
 
 
+def fields_of(params: bytes) -> dict[str, Any]:
+    values = struct.unpack(FWD_SM90_PARAMS.format, params)
+    return dict(zip((field.name for field in FWD_SM90_PARAMS.fields), values, strict=True))
+
+
 def test_example_launches_what_fa2gen_would(folder: tuple[Path, dict[str, Any]], example: Path) -> None:
     kernels = folder[1]["kernels"]
     launches = launched(example, folder[1])
     assert len(launches) == len(kernels)
+    assert [fields_of(bytes.fromhex(words[-1]))["tail_m_blocks"] for words in launches] == [0, 0, 0, 0, 1, 0]
     maps = len(FWD_SM90_PARAMS.tensor_maps)
     for words, kernel in zip(launches, kernels, strict=True):
         (launch,) = plan_of(kernel).launches
@@ -111,9 +124,11 @@ def test_example_launches_what_fa2gen_would(folder: tuple[Path, dict[str, Any]],
         ]  # fmt: skip
         data = bytes.fromhex(params)
         given, expected = (struct.unpack(FWD_SM90_PARAMS.format, each) for each in (data, launch.params))
-        fields = dict(zip((field.name for field in FWD_SM90_PARAMS.fields), given, strict=True))
+        fields = fields_of(data)
+        # Of every kernel, also where the output leaves by TMA: tiles without keys get zeros by address.
         assert fields["o"]
         assert fields["softmax_lse"]
+        assert not fields["repairs"]
         assert bool(fields["tickets"]) == (kernel["config"]["scheduler"] == "dynamic")
         first = maps + len(FWD_SM90_PARAMS.pointers)
         assert given[first:] == expected[first:]
@@ -126,6 +141,31 @@ def test_example_launches_what_fa2gen_would(folder: tuple[Path, dict[str, Any]],
             (address,) = struct.unpack_from("<Q", encoded)
             assert address
             assert tensor_map.tensor != "o" or address == fields["o"]
+
+
+def test_example_obeys_the_size_of_sections(folder: tuple[Path, dict[str, Any]], example: Path) -> None:
+    """9 MiB hold K and V of three heads of 3,000 keys of 256; four heads are two equal sections."""
+    sections = by_head_dim("heads_per_section", folder[1], example, (1, 3000, 2, 2))
+    assert (sections[256], sections[128], sections[64]) == (2, 4, 8)
+
+
+def test_example_leaves_as_many_short_tiles_as_fa2gen(folder: tuple[Path, dict[str, Any]], example: Path) -> None:
+    """On 5 SMs: of 11 tiles of 12 heads 4, for sqrt(2 * 5 * 11 / 12) is 3.03; of 6 tiles of 6 heads half."""
+    tails = by_head_dim("tail_m_blocks", folder[1], example, (700, 3, 3, 2))
+    assert (tails[32], tails[128], tails[64]) == (4, 3, 0)
+
+
+def by_head_dim(name: str, form: dict[str, Any], example: Path, sizes: tuple[int, ...]) -> dict[int, int]:
+    """A parameter of the example's launches, which is the one that fa2gen would give."""
+    (example / "launches.txt").unlink(missing_ok=True)
+    run_example(example, *sizes)
+    launches = [line.split() for line in (example / "launches.txt").read_text().splitlines()]
+    given = {}
+    for (*_, params), kernel in zip(launches, form["kernels"], strict=True):
+        value = fields_of(bytes.fromhex(params))[name]
+        assert value == fields_of(plan_of(kernel, sizes).launches[0].params)[name]
+        given[kernel["spec"]["head_dim"]] = value
+    return given
 
 
 @pytest.mark.parametrize("sizes", [(33, 70, 2, 1), (70, 33, 1, 2), (200, 3, 2, 3)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 
@@ -14,10 +15,12 @@ from fa2gen.emulator import run_forward
 from fa2gen.errors import InfeasibleError
 from fa2gen.gate import check_forward
 from fa2gen.hardware import arch_limits
+from fa2gen.launch import heads_per_section
+from fa2gen.problem import Problem
 from fa2gen.spec import FwdSm90Config, KernelSpec
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-# (head dim, config): one to three warpgroups; key tiles of one and a half panels and of several; each tunable's values
+# (head dim, config): one to four warpgroups; key tiles of one and a half panels and of several; each tunable's values
 # with each other's. The seeds of a case are two: wgmma runs when it is issued, and when it is waited for.
 TILES = (
     (64, "sm90_64x64_st2_q1_ov_static_tma"),
@@ -33,15 +36,28 @@ TILES = (
     (192, "sm90_128x112_st2_q1_ov_pp_static_tma"),
     (256, "sm90_128x80_st2_q1_ov_pp_dynamic_direct"),
     (256, "sm90_64x64_st2_q1_ps_ov_static_tma"),
+    (64, "sm90_256x64_st4_q2_ov_xt_pp_guarded_dynamic_tma"),
+    (64, "sm90_256x64_st4x1_q1x3_ov_xt_pp_static_direct"),
+    (40, "sm90_256x48_st3x1_q1x1_pp_dynamic_tma"),
+    (64, "sm90_64x64_st1x1_q2r4_ov_xt_guarded_static_tma"),
+    (128, "sm90_128x64_st2x1_q1x1_ov_xt_pp_guarded_dynamic_direct_l2s8"),
+    (128, "sm90_128x128_st2_q2r8_ov_xt_pp_guarded_static_tma"),
+    (128, "sm90_128x176_st1_q1_ov_pp_guarded_dynamic_tma"),
+    (128, "sm90_192x64_st3_q1x2_ps_ov_xt_pp_guarded_static_direct_l2s1"),
+    (128, "sm90_64x112_st1x1_q1_ps_ov_xt_dynamic_direct"),
+    (96, "sm90_128x96_st2_q2r3_ov_xt_guarded_static_direct"),
+    (192, "sm90_128x96_st2_q1x1r4_ov_xt_pp_guarded_dynamic_direct"),
+    (192, "sm90_128x64_st1x1_q1x1_ps_ov_pp_guarded_static_tma"),
+    (256, "sm90_128x64_st2_q1r4_ov_pp_guarded_dynamic_direct"),
 )
 # One key, one query; several tiles; more queries than keys, where rows and whole tiles see none; just above and below
-# the borders of tiles.
-SHAPES = ((1, 1), (113, 203), (203, 113), (300, 333), (65, 257), (193, 64))
+# the borders of tiles; more query tiles than blocks, the largest ones included.
+SHAPES = ((1, 1), (113, 203), (203, 113), (300, 333), (65, 257), (193, 64), (513, 129), (321, 40))
 CASES = [
     (head_dim, slug, causal, seqlens)
     for number, (head_dim, slug) in enumerate(TILES)
     for causal in (False, True)
-    for seqlens in SHAPES[(number + causal) % 2 :: 2]
+    for seqlens in SHAPES[(number + causal) % 3 :: 3]
 ]
 
 
@@ -62,12 +78,12 @@ def _check(spec: KernelSpec, config: FwdSm90Config, q: Tensor, k: Tensor, v: Ten
 
 
 def test_there_are_enough_cases_and_they_are_legal() -> None:
-    assert len(CASES) >= 60
+    assert len(CASES) >= 120
     for head_dim, slug, causal, _ in CASES:
         spec, config = KernelSpec(head_dim=head_dim, causal=causal), FwdSm90Config.from_slug(slug)
         assert infeasible_reason(spec, config, arch_limits((9, 0))) is None, slug
     configs = [FwdSm90Config.from_slug(slug) for _, slug in TILES]
-    for name in ("block_m", "num_stages", "q_stages", "p_in_smem", "overlap", "ping_pong", "scheduler", "epilogue"):
+    for name in (field.name for field in dataclasses.fields(FwdSm90Config) if field.name != "family"):
         assert len({getattr(config, name) for config in configs}) > 1, name
 
 
@@ -156,28 +172,64 @@ def test_a_config_for_other_chips_is_refused() -> None:
         assert "compute capability 9.0" in reason
 
 
-def test_levers_meet_each_other() -> None:
+@pytest.mark.parametrize("softmax", ["online", "guarded"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_levers_meet_each_other(causal: bool, softmax: str) -> None:
     """All combinations of what decides the order of waits, on one shape with several tiles for each block."""
-    spec = KernelSpec(head_dim=64, causal=True)
-    q, k, v = _inputs(spec, 200, 230)
-    for p_in_smem, overlap, ping_pong, q_stages in itertools.product(
-        (False, True), (False, True), (False, True), (1, 2)
-    ):
+    spec = KernelSpec(head_dim=64, causal=causal)
+    q, k, v = _inputs(spec, 200, 230, 2)
+    number = 0
+    for p_in_smem, overlap, overlap_tiles, ping_pong, epilogue, (q_stages, q_extra), (
+        num_stages,
+        k_extra,
+    ) in itertools.product(*((False, True),) * 4, ("tma", "direct"), ((1, 0), (1, 1), (2, 0)), ((1, 1), (2, 0))):
         config = FwdSm90Config(
-            block_m=128, block_n=64, q_stages=q_stages, p_in_smem=p_in_smem, overlap=overlap, ping_pong=ping_pong
-        )
-        _check(spec, config, q, k, v, num_sms=1, seed=1 + q_stages)
+            block_m=128, block_n=64, num_stages=num_stages, q_stages=q_stages, p_in_smem=p_in_smem, overlap=overlap,
+            ping_pong=ping_pong, scheduler=("static", "dynamic")[number // 2 % 2], epilogue=epilogue, softmax=softmax,
+            overlap_tiles=overlap_tiles, q_extra=q_extra, k_extra=k_extra,
+        )  # fmt: skip
+        if infeasible_reason(spec, config, arch_limits((9, 0))) is not None:
+            continue
+        number += 1
+        # A third of them here, and another third with every other choice of the parameters.
+        if number % 3 == causal + (softmax == "guarded"):
+            _check(spec, config, q, k, v, num_sms=1 + number % 2, seed=number)
+    assert number >= 40
 
 
-@pytest.mark.parametrize("epilogue", ["tma", "direct"])
-@pytest.mark.parametrize("q_stages", [1, 2])
+@pytest.mark.parametrize("block_m", [64, 128])
+@pytest.mark.parametrize(
+    "levers",
+    [
+        {"epilogue": "tma", "q_stages": 1},
+        {"epilogue": "tma", "q_stages": 2},
+        {"epilogue": "direct", "q_stages": 1},
+        {"epilogue": "direct", "q_stages": 2, "softmax": "guarded"},
+        {"epilogue": "tma", "q_stages": 2, "softmax": "guarded", "overlap_tiles": True},
+        {"epilogue": "direct", "q_stages": 1, "overlap_tiles": True},
+        {"epilogue": "tma", "q_stages": 1, "overlap": False},
+    ],
+    ids=lambda levers: "-".join(map(str, levers.values())),
+)
 @pytest.mark.parametrize("scheduler", ["static", "dynamic"])
-def test_blocks_that_walk_over_tiles_without_visible_keys(scheduler: str, q_stages: int, epilogue: str) -> None:
-    """No product makes a warpgroup's warps meet there; one of them must not be left behind by whole tiles."""
+def test_blocks_that_walk_over_tiles_without_visible_keys(
+    scheduler: str, levers: dict[str, object], block_m: int
+) -> None:
+    """They lie next to tiles with keys, at the start, between two sections and at the end of what a block takes."""
     spec = KernelSpec(head_dim=16, causal=True)
     config = FwdSm90Config(
-        block_m=64, block_n=16, q_stages=q_stages, ping_pong=False, scheduler=scheduler, epilogue=epilogue
+        block_m=block_m, block_n=block_m // 4, num_stages=4, ping_pong=block_m > 64, scheduler=scheduler, **levers
     )
-    q, k, v = _inputs(spec, 500, 20, 2)
-    for seed in range(4):
-        _check(spec, config, q, k, v, num_sms=1, seed=seed)
+    # Of eight tiles of 64 rows, or four of 128, the last one or two see a key, of each of three heads.
+    for seqlen_k in (20, 70):
+        q, k, v = _inputs(spec, 500, seqlen_k, 3)
+        for seed in range(4):
+            _check(spec, config, q, k, v, num_sms=1 + seed % 3, seed=seed)
+
+
+def test_sections_by_size() -> None:
+    """K and V of 1 MiB are those of four heads: five go in two sections."""
+    spec = KernelSpec(head_dim=256, causal=True)
+    assert heads_per_section(spec, Problem(1, 65, 256, 5, 5), 1 << 20) == 4
+    config = FwdSm90Config(block_m=64, block_n=64, ping_pong=False, section_mib=1)
+    _check(spec, config, *_inputs(spec, 65, 256, 5), num_sms=2)

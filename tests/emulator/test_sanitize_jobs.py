@@ -58,16 +58,17 @@ class EmulatedOnGpu:
         source = self.compiled.source
         struct_of = param_struct(source.kernel, source.config.family)
         words = np.frombuffer(params, np.uint64).copy()
-        # A tensor with a map is reached by that alone.
-        places = {name.removesuffix("_map"): i * BYTES // 8 for i, name in enumerate(struct_of.tensor_maps)}
-        places = {name: word for name, word in places.items() if words[word]}
-        places = {name: struct_of.pointers_at // 8 + i for i, name in enumerate(struct_of.pointers)} | places
-        buffers = [
-            Buffer(name, self.memory.arrays[int(words[word]) >> 32 << 32], word, int(words[word]) % (1 << 32))
-            for name, word in places.items()
-            if words[word]
-        ]
-        words[[*places.values()]] = 0
+        pointers = {name: struct_of.pointers_at // 8 + i for i, name in enumerate(struct_of.pointers)}
+        maps = {name.removesuffix("_map"): i * BYTES // 8 for i, name in enumerate(struct_of.tensor_maps)}
+        pointers, maps = ({name: word for name, word in at.items() if words[word]} for at in (pointers, maps))
+        buffers = []
+        for name in {**maps, **pointers}:
+            at = [places.get(name, -1) for places in (pointers, maps)]
+            # Where both lead to an array they lead to the same place.
+            (address,) = {int(words[word]) for word in at if word >= 0}
+            data = self.memory.arrays[address >> 32 << 32]
+            buffers.append(Buffer(name, data, *at, start=address % (1 << 32)))
+        words[[*pointers.values(), *maps.values()]] = 0
         launch = Launch(source.kernel, grid, block[0], source.smem_bytes, words.tobytes())
         run(build(render_kernel(source.spec, source.config, "host", source.kernel)), launch, buffers)
 

@@ -69,6 +69,7 @@ SM90_CONFIGS = [
     (40, 7, "sm90_64x80_st1_q2_ps_dynamic_direct"),
     (64, 4, "sm90_192x96_st3_q1_ov_pp_dynamic_tma"),
     (256, 1, "sm90_128x80_st2_q1_ov_pp_static_direct"),
+    (128, 2, "sm90_128x128_st2_q2r8_ov_xt_pp_guarded_dynamic_tma_l2s8"),
 ]
 CONFIGS = [("fwd", *row) for row in (*FORWARD_CONFIGS, *SM90_CONFIGS)] + [("bwd", *row) for row in BACKWARD_CONFIGS]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from concurrent.futures import ThreadPoolExecutor
@@ -10,6 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from fa2gen.bench.cells import Cell
+from fa2gen.bench.own import count_repairs
 from fa2gen.codegen import render_kernel
 from fa2gen.compile import compile_many
 from fa2gen.constraints import infeasible_reason
@@ -17,6 +20,7 @@ from fa2gen.constraints_sm90 import compile_target
 from fa2gen.errors import CompileError, InfeasibleError
 from fa2gen.gate import check_forward
 from fa2gen.hardware import arch_limits
+from fa2gen.problem import Problem
 from fa2gen.runtime import attention, describe, plan
 from fa2gen.spec import FwdSm90Config, KernelSpec
 
@@ -25,9 +29,9 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 SHAPES = ((113, 203), (1025, 1025), (300, 129), (1, 700), (193, 191), (64, 1))
 HEAD_DIMS = (8, 40, 64, 96, 128, 136, 192, 256)
 FAST = {
-    64: "sm90_192x128_st3_q2_ov_pp_{}_tma",
-    128: "sm90_128x128_st2_q2_ov_pp_{}_tma",
-    256: "sm90_128x80_st2_q1_ov_pp_{}_direct",
+    64: "sm90_256x64_st4_q2_ov_xt_pp_guarded_{}_tma",
+    128: "sm90_128x128_st2_q2r8_ov_xt_pp_guarded_{}_tma",
+    256: "sm90_128x64_st2_q1x1r4_ov_xt_pp_guarded_{}_direct",
 }
 
 
@@ -36,9 +40,9 @@ def fast_config(head_dim: int, scheduler: str) -> FwdSm90Config:
 
 
 def covering_kernels() -> list[tuple[KernelSpec, FwdSm90Config]]:
-    """Every value of every tunable, each with one, two or three warpgroups, over head dims and kinds of specs."""
+    """Every value of every tunable, each with one to four warpgroups, over head dims and kinds of specs."""
     kernels = []
-    levers = itertools.product((64, 128, 192), ("static", "dynamic"), ("tma", "direct"))
+    levers = itertools.product((64, 128, 192, 256), ("static", "dynamic"), ("tma", "direct"))
     for number, (block_m, scheduler, epilogue) in enumerate(levers):
         for i, head_dim in enumerate(HEAD_DIMS):
             turn = number + i
@@ -48,15 +52,22 @@ def covering_kernels() -> list[tuple[KernelSpec, FwdSm90Config]]:
                 causal=turn % 2 == 0,
                 gqa_ratio=(1, 3, 8)[turn % 3],
             )
+            overlap, q_stages = turn % 5 != 4, 1 + turn // 2 % 2
             config = FwdSm90Config(
                 block_m=block_m,
-                block_n=(128, 64, 96, 80, 176, 112)[turn % 6],
+                block_n=(128, 64, 96, 80, 176, 112)[turn % 6] if block_m < 256 else (64, 48)[turn % 2],
                 num_stages=(2, 1, 3)[turn % 3],
-                q_stages=1 + turn // 2 % 2,
+                k_extra=turn // 3 % 2,
+                q_stages=q_stages,
+                q_extra=turn // 4 % 2 if q_stages == 1 and block_m > 64 else 0,
+                q_regs=(0, 1, 4, 3)[turn % 4] if head_dim > 40 else 0,
                 p_in_smem=turn % 4 == 3,
-                overlap=turn % 5 != 4,
+                overlap=overlap,
                 ping_pong=block_m > 64 and turn % 3 != 2,
+                softmax="guarded" if overlap and turn % 7 < 5 else "online",
+                overlap_tiles=overlap and turn % 3 > 0 and (q_stages == 2 or epilogue == "direct"),
                 scheduler=scheduler,
+                section_mib=turn % 2,
                 epilogue=epilogue,
             )
             if infeasible_reason(spec, config, arch_limits((9, 0))) is None:
@@ -92,9 +103,10 @@ def _inputs(spec: KernelSpec, batch: int, seqlen_q: int, seqlen_k: int, heads_k:
 
 
 def test_every_value_is_covered() -> None:
-    for name in ("block_m", "block_n", "num_stages", "q_stages", "p_in_smem", "overlap", "ping_pong"):
-        values = {getattr(config, name) for _, config in KERNELS}
-        assert len(values) > 1, name
+    assert len(KERNELS) >= 60
+    for field in dataclasses.fields(FwdSm90Config):
+        values = {getattr(config, field.name) for _, config in KERNELS}
+        assert (len(values) > 1) == (field.name != "family"), field.name
     assert {spec.head_dim for spec, _ in KERNELS} == {*HEAD_DIMS}
 
 
@@ -109,6 +121,28 @@ def test_configs(kernel: tuple[KernelSpec, FwdSm90Config]) -> None:
         out, lse = attention(q, k, v, causal=spec.causal, return_lse=True, config=config)
         report = check_forward(out, lse, q, k, v, causal=spec.causal, softmax_scale=None)
         assert report.passed, f"{seqlen_q} x {seqlen_k}: {report.text}"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", FAST)
+def test_scores_that_leave_the_range_of_their_reference(head_dim: int, causal: bool, dtype: str) -> None:
+    """Of some rows they grow along the keys as these are taken, of others one key late in that order has the weight."""
+    spec = KernelSpec(head_dim=head_dim, dtype=dtype, causal=causal)
+    q, k, v = _inputs(spec, 2, 1025, 1025, 4)
+    growth = torch.linspace(40.0, 0.1, 1025, device="cuda")[None, :, None, None]
+    k[:, :, :2] = (k[:, :, :2].float() * growth).to(k.dtype)
+    k[:, 3, 2] = 8 * q[:, 1000, 2]
+    config = fast_config(head_dim, "dynamic")
+    cell = Cell(spec, Problem(2, 1025, 1025, 4, 4))
+    repairs = count_repairs(cell, q, k, v, describe(q, k, v, causal=causal, config=config))
+    plain = _inputs(spec, 2, 1025, 1025, 4)
+    assert repairs is not None
+    assert repairs > 100
+    assert count_repairs(cell, *plain, describe(*plain, causal=causal, config=config)) == 0
+    out, lse = attention(q, k, v, causal=causal, return_lse=True, config=config)
+    report = check_forward(out, lse, q, k, v, causal=causal, softmax_scale=None)
+    assert report.passed, report.text
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -174,7 +174,7 @@ def test_list_gpus() -> None:
 def test_list_kernels() -> None:
     row, hopper = json.loads(run("list", "kernels", "--kind", "fwd", "--json").stdout)
     assert (hopper["kind"], hopper["family"], hopper["targets"]) == ("fwd", "sm90", ["sm_90a"])
-    assert (hopper["alignments"], hopper["head_dims"], hopper["softmaxes"]) == ([16], [8, 256], ["online"])
+    assert (hopper["alignments"], hopper["head_dims"], hopper["softmaxes"]) == ([16], [8, 256], ["online", "guarded"])
     assert hopper["templates"] == list(manifest("fwd", "sm90"))
     assert (row["kind"], row["family"], row["template_hash"]) == ("fwd", "sm80", template_hash("fwd", "sm80"))
     assert row["templates"] == list(manifest("fwd", "sm80"))

@@ -47,15 +47,27 @@ def areas(e: Explanation) -> list[tuple[str, int, int]]:
 
 
 def test_shared_memory_by_hand() -> None:
-    # Rows of 128 elements are 256 bytes: tiles of 128 rows are 32 KiB. Five stages with two mbarriers of 8 bytes each.
+    # Rows of 128 elements are 256 bytes: tiles of 64 rows are 16 KiB, of 128 keys 32. Six tiles with two mbarriers of 8
+    # bytes each.
     assert areas(explained()) == [
-        ("Q, then O", 0, 32768),
+        ("Q [0], then O", 0, 16384),
+        ("Q [1], then O", 16384, 16384),
         ("K [0]", 32768, 32768),
         ("K [1]", 65536, 32768),
         ("V [0]", 98304, 32768),
         ("V [1]", 131072, 32768),
-        ("mbarriers", 163840, 80),
+        ("mbarriers", 163840, 96),
     ]
+
+
+def test_shared_memory_of_extra_tiles_by_hand() -> None:
+    # Two consumers with three tiles of Q between them, three of K and two of V; 64 rows or keys of 256 bytes.
+    config = FwdSm90Config(block_n=64, k_extra=1, q_extra=1, softmax="guarded", epilogue="direct")
+    e = explained(config=config)
+    names = ["Q [0]", "Q [1]", "Q [2]", "K [0]", "K [1]", "K [2]", "V [0]", "V [1]"]
+    tiles = [(name, 16384 * number, 16384) for number, name in enumerate(names)]
+    assert areas(e) == [*tiles, ("mbarriers", 131072, 128)]
+    assert "full and empty: 3 of Q, 3 of K, 2 of V" in explanation_text(e)
 
 
 def test_shared_memory_of_drawn_tiles_and_p_by_hand() -> None:
@@ -66,15 +78,17 @@ def test_shared_memory_of_drawn_tiles_and_p_by_hand() -> None:
     )  # fmt: skip
     e = explained(KernelSpec(head_dim=40), config=config)
     assert areas(e) == [
-        ("Q [0]", 0, 16384),
-        ("Q [1]", 16384, 16384),
+        ("Q [0]", 0, 8192),
+        ("Q [1]", 8192, 8192),
+        ("Q [2]", 16384, 8192),
+        ("Q [3]", 24576, 8192),
         ("K [0]", 32768, 12288),
         ("V [0]", 45056, 12288),
         ("P", 57344, 32768),
-        ("mbarriers", 90112, 96),
-        ("tile numbers", 90208, 8),
+        ("mbarriers", 90112, 128),
+        ("tile numbers", 90240, 8),
     ]
-    assert e.smem_bytes == 90216
+    assert e.smem_bytes == 90248
     text = explanation_text(e)
     assert "tile numbers" in text
     # Names that are longer than most leave the columns straight.
@@ -153,15 +167,64 @@ def test_work_is_counted_in_tiles() -> None:
 
 
 def test_what_l2_holds() -> None:
-    # K and V of 4,096 keys of 128 are 2 MiB; with a mask heads go in sections, of which half of 60 MB hold 13 or 14.
-    causal = explained().memory
-    assert (causal.reread_bytes, causal.tail_bytes) == (2 << 20, 0)
-    assert causal.heads_per_section * 2 <= H200.l2_bytes >> 21
+    # K and V of 4,096 keys of 128 are 2 MiB; with a mask heads go in sections, of which a quarter of 60 MiB holds
+    # 7. The first 12 of 32 query tiles, which come last, see 1,536 keys: 48 MiB of 64 heads.
+    e = explained()
+    causal = e.memory
+    assert (causal.reread_bytes, causal.heads_per_section, causal.section_bytes) == (2 << 20, 7, 14 << 20)
+    assert (causal.tail_blocks, causal.tail_bytes, causal.l2_serves) == (12, 48 << 20, True)
+    text = " ".join(explanation_text(e).split())
+    assert "blocks go through the query heads 7 at a time: 14 MiB" in text
+    assert "12 query tiles of each head, the shortest, come last, of all heads together: up to 48 MiB" in text
     # Without one the 132 tiles that are under way are those of five heads.
     full = explained(KernelSpec()).memory
     assert (full.heads_per_section, full.section_bytes, full.l2_serves) == (5, 10 << 20, True)
+    assert full.tail_bytes == 0
     grouped = explained(KernelSpec(gqa_ratio=4), Problem(4, 4096, 4096, 16, 4)).memory
     assert grouped.heads_per_section == 5
+
+
+def test_sections_of_the_configs_size() -> None:
+    # 9 MiB hold four heads of 2 MiB.
+    config = FwdSm90Config(section_mib=9)
+    e = explained(config=config)
+    assert (e.memory.heads_per_section, e.memory.section_bytes) == (4, 8 << 20)
+    asked = "4 at a time, for the config has sections of 9 MiB: 8 MiB"
+    assert asked in " ".join(explanation_text(e).split())
+    # Without a mask no tiles go in sections.
+    full = explained(KernelSpec(), config=config)
+    assert full.memory.heads_per_section == 5
+    assert "sections of" not in " ".join(explanation_text(full).split())
+
+
+@pytest.mark.parametrize(
+    ("config", "softmax", "meanwhile"),
+    [
+        (
+            FwdSm90Config(),
+            "online: a running maximum, taken of every key tile",
+            "a key tile's softmax with P V of the tile before; consumers issue products in turns: one's softmax with "
+            "the others' products",
+        ),
+        (
+            FwdSm90Config(q_stages=2, ping_pong=False, softmax="guarded", overlap_tiles=True),
+            "guarded: a maximum is taken of the first key tile and of those with a mask only; a key tile that leaves "
+            "the range of its numbers is computed again",
+            "a key tile's softmax with P V of the tile before; the end of a query tile with Q K of the next one's "
+            "first key tile",
+        ),
+        (
+            FwdSm90Config(overlap=False, ping_pong=False),
+            "online: a running maximum, taken of every key tile",
+            "nothing: a consumer's products and softmax follow each other",
+        ),
+    ],
+)
+def test_how_a_key_tile_is_computed(config: FwdSm90Config, softmax: str, meanwhile: str) -> None:
+    text = " ".join(explanation_text(explained(config=config)).split())
+    assert f" softmax {softmax} at the same time {meanwhile}" in text
+    assert ("consumers issue products in turns" in text) == config.ping_pong
+    assert ("the end of a query tile" in text) == config.overlap_tiles
 
 
 @pytest.mark.parametrize("head_dim", [40, 128, 256])
@@ -189,7 +252,7 @@ def test_other_chips_have_no_wgmma() -> None:
 
 @pytest.mark.parametrize("block_m", [32, 320])
 def test_configs_with_impossible_warpgroups_are_refused(block_m: int) -> None:
-    with pytest.raises(InfeasibleError, match=rf"block_m {block_m} is not 64 rows for each of 1 to 3 warpgroups"):
+    with pytest.raises(InfeasibleError, match=rf"block_m {block_m} is not 64 rows for each of 1 to 4 warpgroups"):
         explained(config=FwdSm90Config(block_m=block_m, ping_pong=False))
 
 

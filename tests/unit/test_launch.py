@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import struct
 
 import pytest
 
-from fa2gen.codegen import BWD_PARAMS, FWD_PARAMS
+from fa2gen.codegen import BWD_PARAMS, FWD_PARAMS, FWD_SM90_PARAMS
 from fa2gen.errors import ArgumentError, UnsupportedError
 from fa2gen.launch import bwd_plan, fwd_plan, heads_per_section
 from fa2gen.problem import Problem
-from fa2gen.spec import BwdConfig, FwdConfig, KernelSpec
+from fa2gen.spec import BwdConfig, FwdConfig, FwdSm90Config, KernelSpec
 
 SPEC = KernelSpec(head_dim=64, gqa_ratio=2)
 CONFIG = FwdConfig(block_m=128, block_n=64, num_warps=4)
+SM90_CONFIG = FwdSm90Config()
 STRIDES = {"q": (7, 8, 9), "k": (10, 11, 12), "v": (13, 14, 15), "o": (16, 17, 18)}
 
 
@@ -66,11 +68,72 @@ def test_bad_scale(scale):
         plan(Problem(1, 4, 4, 2, 1), scale=scale)
 
 
-def test_sections_fit_half_of_l2_and_keep_groups_together():
-    # K and V of one head at 1024 keys: 256 KiB; half of 4 MiB holds 8, each for 2 query heads.
-    assert heads_per_section(SPEC, Problem(4, 128, 1024, 32, 16), 2**22) == 16
-    assert heads_per_section(SPEC, Problem(1, 128, 2**20, 32, 16), 2**22) == 2  # one group at least
-    assert heads_per_section(SPEC, Problem(1, 128, 0, 4, 2), 2**22) == 4  # all heads at most
+def test_sections_have_the_size_asked_for_and_keep_groups_together():
+    # K and V of one head at 1024 keys: 256 KiB; 2 MiB hold 8, each for 2 query heads.
+    assert heads_per_section(SPEC, Problem(4, 128, 1024, 32, 16), 2**21) == 16
+    assert heads_per_section(SPEC, Problem(1, 128, 2**20, 32, 16), 2**21) == 2  # one group at least
+    assert heads_per_section(SPEC, Problem(1, 128, 0, 4, 2), 2**21) == 4  # all heads at most
+
+
+def test_sections_fit_a_part_of_l2():
+    # Half of 4 MiB holds 16 of the 128 heads; Hopper's forward takes a quarter.
+    problem = Problem(4, 128, 1024, 32, 16)
+    assert plan(problem)["heads_per_section"] == 16
+    assert sm90_plan(problem)["heads_per_section"] == 8
+    # 6 heads at a time would leave 2 for the last of four sections of 20: all have 5.
+    assert sm90_plan(Problem(1, 128, 1024, 20, 10), l2_bytes=4 * 3 * 2**18)["heads_per_section"] == 5
+
+
+def sm90_plan(
+    problem: Problem, *, config: FwdSm90Config = SM90_CONFIG, causal: bool = False, l2_bytes: int = 2**22
+) -> dict:
+    spec = dataclasses.replace(SPEC, causal=causal)
+    launch_plan = fwd_plan(
+        spec, config, problem, strides=STRIDES, softmax_scale=0.125, l2_bytes=l2_bytes, num_sms=132
+    )  # fmt: skip
+    (launch,) = launch_plan.launches
+    values = struct.unpack(FWD_SM90_PARAMS.format, launch.params)
+    fields = dict(zip((field.name for field in FWD_SM90_PARAMS.fields), values, strict=True))
+    return {"grid": launch.grid, "maps": launch.tensor_maps, "workspaces": launch_plan.workspaces, **fields}
+
+
+def test_sections_of_a_config_s_own_size():
+    problem = Problem(4, 128, 1024, 32, 16)
+    for mib, heads in ((1, 8), (4, 32), (1000, 128)):
+        config = FwdSm90Config(section_mib=mib)
+        # Whatever L2 the chip has.
+        assert {sm90_plan(problem, config=config, l2_bytes=l2)["heads_per_section"] for l2 in (1, 2**30)} == {heads}
+
+
+@pytest.mark.parametrize(("block_m", "m_blocks", "tail"), [(64, 5, 2), (128, 3, 1), (192, 2, 1), (256, 2, 1)])
+def test_short_causal_tiles_come_last(block_m: int, m_blocks: int, tail: int):
+    problem, config = Problem(3, 300, 500, 4, 2), FwdSm90Config(block_m=block_m, ping_pong=False)
+    causal, full = (sm90_plan(problem, config=config, causal=causal) for causal in (True, False))
+    assert (causal["num_m_blocks"], causal["num_tiles"], causal["tail_m_blocks"]) == (m_blocks, 12 * m_blocks, tail)
+    assert full["tail_m_blocks"] == 0
+    assert causal["grid"] == (min(12 * m_blocks, 132), 1, 1)
+    # One tile is not put off.
+    assert sm90_plan(Problem(3, block_m, 500, 4, 2), config=config, causal=True)["tail_m_blocks"] == 0
+
+
+@pytest.mark.parametrize(("batch", "tail"), [(1, 16), (4, 12), (63, 3), (5000, 1)])
+def test_the_tail_levels_the_ends_of_the_sms(batch: int, tail: int):
+    """n short tiles of each head, n^2 / 2 units long together, for 132 SMs that differ by up to 32 units each."""
+    problem = Problem(batch, 4096, 4096, 16, 8)
+    got = sm90_plan(problem, causal=True)
+    assert (got["num_m_blocks"], got["tail_m_blocks"]) == (32, tail)
+    heads = 16 * batch
+    assert tail == 16 or (tail - 1) ** 2 / 2 * heads < 132 * 32 <= tail**2 / 2 * heads
+
+
+@pytest.mark.parametrize("epilogue", ["tma", "direct"])
+def test_the_output_has_strides_however_it_leaves(epilogue: str):
+    """Query tiles that see no key get zeros by address."""
+    got = sm90_plan(Problem(3, 300, 500, 4, 2), config=FwdSm90Config(epilogue=epilogue))
+    assert [got[f"o_{axis}_stride"] for axis in ("batch", "row", "head")] == [16, 17, 18]
+    assert [got[name] for name in FWD_SM90_PARAMS.pointers] == [0] * 4
+    assert [each is not None for each in got["maps"]] == [True, True, True, epilogue == "tma"]
+    assert got["workspaces"] == ()
 
 
 @pytest.mark.parametrize("problem", [Problem(0, 4, 4, 2, 1), Problem(1, 0, 4, 2, 1), Problem(1, 4, 4, 0, 0)])

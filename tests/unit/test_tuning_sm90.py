@@ -29,6 +29,8 @@ from tests.tuning_fakes import FakeRooms
 H200, A100 = get_gpu("h200"), get_gpu("a100")
 SPEC = KernelSpec()
 GRID = GRIDS["fwd"]["sm90"]
+# In the space of head dim 128.
+BASE = FwdSm90Config(q_stages=2, softmax="guarded")
 CLEAN = ResourceUsage(168, 0, 0, 0, 0, 5)
 
 
@@ -39,7 +41,7 @@ CLEAN = ResourceUsage(168, 0, 0, 0, 0, 5)
 def test_the_space_is_the_part_worth_trying_of_the_grid(head_dim):
     spec = KernelSpec(head_dim=head_dim)
     space = legal_space(spec, H200, "sm90")
-    assert 32 <= len(space.configs) <= 2000
+    assert 32 <= len(space.configs) <= 4000
     assert all(infeasible_reason(spec, config, H200.arch) is None for config in space.configs)
     assert {*space.configs, *(config for config, _ in space.excluded)} == set(GRID.configs(False))
     assert all(reason for _, reason in space.excluded)
@@ -64,43 +66,58 @@ def test_spaces_of_families_are_spaces_of_their_own():
 def test_params_and_configs_correspond():
     for config in GRID.configs(True):
         assert GRID.config_of(GRID.params_of(config)) == config
-    # In order, one product after the other: not in the grid, though a kernel there is.
-    plain = FwdSm90Config(overlap=False, ping_pong=False)
-    assert not GRID.holds(plain)
-    assert GRID.config_of(GRID.params_of(plain)) is None
-    assert neighbours(SPEC, usual_problem(SPEC, 1024, 1024), H200, [plain])
+    # Not in the grid, though there are kernels: products in order, the online softmax where products overlap, other
+    # sections, other tiles of Q.
+    for change in (
+        {"overlap": False, "ping_pong": False, "softmax": "online"},
+        {"softmax": "online"},
+        {"scheduler": "dynamic", "section_mib": 5},
+        {"block_m": 192, "block_n": 64, "q_stages": 1, "q_extra": 2},
+    ):
+        plain = replace(BASE, **change)
+        assert not GRID.holds(plain)
+        assert GRID.config_of(GRID.params_of(plain)) is None
+        assert neighbours(SPEC, usual_problem(SPEC, 1024, 1024), H200, [plain])
 
 
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"overlap": False, "ping_pong": False}, "neither overlap nor turns"),
-        ({"p_in_smem": True}, "P in shared memory: there are registers"),
-        ({"overlap": False}, "turns without overlap: there are registers"),
+        ({"overlap": False, "ping_pong": False, "softmax": "online"}, "neither overlap nor turns"),
+        ({"softmax": "online"}, "softmax online: 5 to 16 % behind"),
+        ({"p_in_smem": True, "block_n": 64}, "P in shared memory: there are registers"),
+        ({"p_in_smem": True, "block_n": 64, "q_regs": 4}, "and Q in registers takes them"),
+        ({"overlap": False, "softmax": "online"}, "turns without overlap: there are registers"),
         ({"block_m": 64, "ping_pong": False, "p_in_smem": True}, "a single consumer has enough"),
         ({"block_m": 192, "block_n": 96}, "serializes"),
         ({"num_stages": 4, "block_n": 144}, "stages of 144 keys"),
         ({"num_stages": 4}, "shared memory"),
+        ({"q_stages": 1}, "the next one waits for the output"),
+        ({"q_regs": 4}, "there are registers for 8"),
+        ({"q_regs": 4, "block_n": 144}, "Q in registers gains nothing up to head_dim 64"),
+        ({"k_extra": 1, "block_n": 64}, "one more stage of K: there is shared memory"),
+        ({"q_stages": 1, "q_extra": 1, "epilogue": "direct"}, "64 more rows of Q: there is shared memory"),
+        ({"scheduler": "dynamic", "section_mib": 8}, "orders the tiles of a causal mask"),
     ],
 )
 def test_exclusions_say_why(change, text):
     spec = KernelSpec(head_dim=64) if change.get("block_n") == 144 else SPEC
-    assert text in exclusion_reason(spec, FwdSm90Config(**change), H200.arch)
+    assert text in exclusion_reason(spec, replace(BASE, **change), H200.arch)
 
 
 def test_registers_that_lack_make_room_for_other_ways():
     """Of 192 rows and 160 keys P does not fit in registers: in shared memory, or without overlap, it does."""
     spec, legal = KernelSpec(head_dim=64), {*legal_space(KernelSpec(head_dim=64), H200, "sm90").configs}
-    wide = FwdSm90Config(block_m=192, block_n=160)
+    wide = replace(BASE, block_m=192, block_n=160)
     assert "registers" in exclusion_reason(spec, wide, H200.arch)
-    assert {replace(wide, p_in_smem=True), replace(wide, overlap=False)} <= legal
+    assert {replace(wide, p_in_smem=True), replace(wide, overlap=False, softmax="online")} <= legal
 
 
 def test_a_shortlist_is_of_one_family_and_not_crowded_by_one_shape():
     size = usual_problem(SPEC, 2048, 2048)
     best = shortlist(SPEC, [size], H200, 12, "sm90")
     assert {config.family for config in best} == {"sm90"}
-    shapes = {(c.block_m, c.block_n, c.p_in_smem, c.overlap, c.ping_pong) for c in best}
+    shapes = {(c.block_m, c.block_n, c.p_in_smem, c.overlap, c.ping_pong, c.overlap_tiles) for c in best}
     assert len(shapes) == len(best) == 12
     assert {config.family for config in shortlist(SPEC, [size], H200, 12)} == {"sm80"}
     everything = shortlist(SPEC, [size], H200, 10_000, "sm90")
