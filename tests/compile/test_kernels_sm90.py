@@ -10,9 +10,9 @@ import pytest
 
 from fa2gen.codegen import render_kernel
 from fa2gen.compile import CompiledKernel, compile_many
-from fa2gen.config_sm90 import EPILOGUES, SCHEDULERS
+from fa2gen.config_sm90 import EPILOGUES, SCHEDULERS, SOFTMAXES
 from fa2gen.constraints import estimate_registers, infeasible_reason
-from fa2gen.constraints_sm90 import consumer_registers, register_split, smem_plan
+from fa2gen.constraints_sm90 import consumer_registers, most_skipped, output_columns, register_split, smem_plan
 from fa2gen.hardware import arch_limits
 from fa2gen.spec import DTYPES, NATIVE_HEAD_DIMS, FwdSm90Config
 from fa2gen.tables import store
@@ -45,9 +45,20 @@ def test_every_choice_is_among_them() -> None:
     assert switches == set(itertools.product((False, True), repeat=3))
     leaving = {(config.scheduler, config.epilogue) for config in configs}
     assert leaving == set(itertools.product(SCHEDULERS, EPILOGUES))
-    assert {config.warpgroups for config in configs} == {1, 2, 3}
+    softmaxes = {(config.softmax, config.overlap_tiles, config.p_in_smem) for config in configs if config.overlap}
+    assert softmaxes == set(itertools.product(SOFTMAXES, (False, True), (False, True)))
+    # Where kernels choose by sizes: maxima after a repair, the last k16 steps of Q, tiles that not all consumers see.
+    guarded = [(spec, config) for spec, config in KERNELS if config.softmax == "guarded"]
+    assert {(spec.head_dim > 64, spec.causal) for spec, _ in guarded} >= {(False, True), (True, False), (True, True)}
+    from_registers = {config.q_regs / (output_columns(spec.head_dim) // 16) for spec, config in KERNELS}
+    assert {0, 1} < from_registers
+    skipping = [config for spec, config in KERNELS if spec.causal and config.warpgroups > 1]
+    assert {config.num_stages > most_skipped(config) for config in skipping} == {False, True}
+    assert {config.k_extra for config in configs} == {0, 1}
+    assert {(config.q_stages, config.q_extra > 0) for config in configs} == {(1, False), (1, True), (2, False)}
+    assert {config.section_mib > 0 for config in configs} == {False, True}
+    assert {config.warpgroups for config in configs} == {1, 2, 3, 4}
     assert {config.num_stages for config in configs} == {1, 2, 3, 4}
-    assert {config.q_stages for config in configs} == {1, 2}
     assert {(spec.dtype, spec.causal) for spec in specs} == set(itertools.product(DTYPES, (False, True)))
     assert {spec.gqa_ratio > 1 for spec in specs} == {False, True}
     untuned = {(spec.head_dim, spec.causal) for spec, _ in DEFAULTS}

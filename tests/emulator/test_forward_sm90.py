@@ -51,7 +51,7 @@ TILES = (
     (256, "sm90_128x64_st2_q1r4_ov_pp_guarded_dynamic_direct"),
 )
 # One key, one query; several tiles; more queries than keys, where rows and whole tiles see none; just above and below
-# the borders of tiles; more query tiles than blocks, the largest ones included.
+# the borders of tiles; several query tiles of four warpgroups, and most of them without a key.
 SHAPES = ((1, 1), (113, 203), (203, 113), (300, 333), (65, 257), (193, 64), (513, 129), (321, 40))
 CASES = [
     (head_dim, slug, causal, seqlens)
@@ -191,7 +191,7 @@ def test_levers_meet_each_other(causal: bool, softmax: str) -> None:
         if infeasible_reason(spec, config, arch_limits((9, 0))) is not None:
             continue
         number += 1
-        # A third of them here, and another third with every other choice of the parameters.
+        # A third of them for each choice of the parameters.
         if number % 3 == causal + (softmax == "guarded"):
             _check(spec, config, q, k, v, num_sms=1 + number % 2, seed=number)
     assert number >= 40

@@ -95,8 +95,9 @@ def _jobs(case: Case) -> list[Prepared]:
     return sanitize_jobs.prepared_jobs(case, sanitize_jobs.CASES.index(case), kernels, gpu.l2_bytes)
 
 
-# One of each kind runs by default: the smallest with a pointer that is not aligned, and with all workspaces.
-_FEW = {sanitize_jobs.FORWARD[8], sanitize_jobs.FORWARD[11], sanitize_jobs.BACKWARD[1], sanitize_jobs.BACKWARD[5]}
+# One of each kind runs by default: the smallest with a pointer that is not aligned, with repairs by TMA's kernels, and
+# with all workspaces.
+_FEW = {*(sanitize_jobs.FORWARD[i] for i in (8, 11, 17)), *(sanitize_jobs.BACKWARD[i] for i in (1, 5))}
 
 
 @pytest.mark.parametrize(

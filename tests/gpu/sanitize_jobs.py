@@ -68,6 +68,10 @@ FORWARD = (
     _forward("sm90_128x96_st2_q1_ps_ov_pp_dynamic_direct", head_dim=128, dtype="fp16", causal=True, gqa_ratio=2),
     _forward("sm90_128x80_st2_q1_ov_pp_dynamic_direct", head_dim=256, causal=True, gqa_ratio=2),
     _forward("sm90_64x64_st2_q1_static_tma", head_dim=40, dtype="fp16", gqa_ratio=2),
+    _forward("sm90_256x64_st4_q2_ov_xt_pp_guarded_dynamic_tma", head_dim=64, causal=True, repaired="spike_first"),
+    _forward("sm90_128x64_st2x1_q1x1r4_ov_xt_pp_guarded_static_direct", head_dim=128, repaired="both"),
+    _forward("sm90_192x64_st3_q1_ps_ov_guarded_dynamic_tma", head_dim=128, causal=True, repaired="both"),
+    _forward("sm90_128x64_st2_q1r8_ov_pp_guarded_static_direct", head_dim=256, dtype="fp16", repaired="spike_first"),
 )
 BACKWARD = (
     _backward("sm80_64x64s16_w2_st2_r1_mb1_v4", 32, dtype="fp16"),
