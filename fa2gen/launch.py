@@ -57,6 +57,14 @@ class Workspace:
     num_bytes: int
 
 
+L2_PARTS = {"sm80": 2, "sm90": 4}
+"""Of so many parts of L2 a section of a forward's heads fills one with K and V, by family.
+
+A line that SMs of both halves of the chip read lies in both halves of L2, and Q and O pass through it too. H200, 11
+causal cells of the sm90 family: a quarter is 1.00 to 1.02 times as fast as half.
+"""
+
+
 @dataclass(frozen=True)
 class LaunchPlan:
     """Launches in order, and their workspaces."""
@@ -105,7 +113,9 @@ def fwd_plan(
     num_m_blocks = -(-problem.seqlen_q * packed // config.block_m)
     tiles = heads * num_m_blocks
     _require_grid("fwd", tiles)
-    section = _equal_sections(heads, max(1, heads_per_section(spec, problem, l2_bytes // 2) // packed), num_m_blocks)
+    section = _equal_sections(
+        heads, max(1, heads_per_section(spec, problem, l2_bytes // L2_PARTS["sm80"]) // packed), num_m_blocks
+    )
     row_bytes = {tensor: strides[tensor][1] * 2 for tensor in ("k", "v")}
     params = FWD_PARAMS.pack(
         **_named_strides(strides, "q", "k", "v", "o"),
@@ -145,9 +155,7 @@ def _fwd_sm90_plan(
     heads = problem.batch * problem.num_heads_q
     num_m_blocks = -(-problem.seqlen_q // config.block_m)
     tiles = heads * num_m_blocks
-    # A line that SMs of both halves of the chip read lies in both halves of L2, and Q and O pass through it too. H200,
-    # 24 causal cells: a quarter is 1.00 to 1.02 times as fast as half.
-    section = config.section_mib << 20 if config.section_mib else l2_bytes // 4
+    section = config.section_mib << 20 if config.section_mib else l2_bytes // L2_PARTS["sm90"]
     # A block's next tile may lie a whole grid beyond the last one.
     _require_grid("fwd", tiles + num_sms)
     params = FWD_SM90_PARAMS.pack(
@@ -179,8 +187,8 @@ def _tail(num_m_blocks: int, heads: int, num_sms: int) -> int:
     """Causal query tiles of each head that come after all others: of the short half as many as level the SMs' ends.
 
     Where the others end SMs differ by up to the longest tile, of ``num_m_blocks`` units; n short tiles of a head have
-    n^2 / 2 units. H200, 11 causal cells: 1.00 to 1.03 times as fast as the whole short half; a tail of half as much work
-    is 0.90 to 1.03 times, and none 0.80 to 1.0 times.
+    n^2 / 2 units. H200, 11 causal cells: 1.00 to 1.03 times as fast as the whole short half; a tail of half as much
+    work is 0.90 to 1.03 times, and none 0.80 to 1.0 times.
     """
     return min(num_m_blocks // 2, math.ceil(math.sqrt(2 * num_sms * num_m_blocks / heads)))
 

@@ -104,6 +104,7 @@ def provenance(device_index: int | None) -> dict[str, Any]:
         "python": platform.python_version(),
         "fa2gen": __version__,
         "templates": template_hash("fwd", "sm80"),
+        "templates_sm90": template_hash("fwd", "sm90"),
         "templates_bwd": template_hash("bwd", "sm80"),
         "utc": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }

@@ -82,7 +82,16 @@ def _version(*distributions: str, module: Any = None) -> str:
     for name in distributions:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(name)
+    # Builds of a module that others than its authors publish have names of their own.
+    if module is not None:
+        for name in importlib.metadata.packages_distributions().get(_root(module), ()):
+            return f"{importlib.metadata.version(name)} ({name})"
     return str(getattr(module, "__version__", "unknown"))
+
+
+def _root(module: Any) -> str:
+    """Name of the package that a module lies in."""
+    return str(getattr(module, "__name__", "")).partition(".")[0]
 
 
 def _first(result: Any) -> Any:

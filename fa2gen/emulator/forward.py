@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from ..errors import ArgumentError
-from ..launch import fwd_plan
+from ..launch import L2_PARTS, fwd_plan
 from ..problem import Problem
 from ..spec import ForwardConfig, KernelSpec
 from .launches import run_plan
@@ -82,7 +82,7 @@ def run_forward(
         problem,
         strides=strides,
         softmax_scale=softmax_scale,
-        l2_bytes=_l2_bytes(spec, problem),
+        l2_bytes=_l2_bytes(spec, config, problem),
         num_sms=num_sms,
     )
     output = tensor_buffer("o", out, output=True)
@@ -108,10 +108,10 @@ def run_forward(
     return out, torch.from_numpy(lse), dataclasses.replace(counters, repairs=int(repairs[0]))
 
 
-def _l2_bytes(spec: KernelSpec, problem: Problem) -> int:
-    """An L2 whose half holds K and V of two thirds of the heads, so that there are two sections, the second smaller.
+def _l2_bytes(spec: KernelSpec, config: ForwardConfig, problem: Problem) -> int:
+    """An L2 in which two thirds of the heads are a section, so that there are two, the second smaller.
 
     The order of the blocks depends on it, results do not.
     """
     heads = -(-2 * problem.batch * problem.num_heads_k // 3)
-    return 2 * heads * 4 * max(1, problem.seqlen_k) * spec.head_dim
+    return L2_PARTS[config.family] * heads * 4 * max(1, problem.seqlen_k) * spec.head_dim

@@ -53,6 +53,8 @@ _TILE = 218.0
 _GAP, _GAP_SHARE = 0.65, 1.78
 # P through shared memory, clocks of a key tile: fence and barrier. Issues of a store, of 4 scores of a lane.
 _SHARED_P, _SHARED_P_ISSUES = 196.0, 2.0
+# Of a key tile's time, what a consumer that passes over it saves the block.
+_SKIPPED = 0.8
 # A masked key tile, for each score of a lane.
 _MASK_ISSUES = 0.23
 # Latency of a tile's load from L2 under load, clocks.
@@ -101,7 +103,10 @@ def predict(spec: KernelSpec, config: FwdSm90Config, problem: Problem, gpu: Gpu,
         """SM time of a query tile; ``together`` is 1 throughout."""
         return (tiles * tile.clocks + masked * tile.mask + edge) * pressure
 
-    counts = Counts(work.tiles / work.blocks, _masked_tiles(spec, config, problem), _longest(config, problem))
+    # Key tiles that only later consumers see, in mean: the others pass over them.
+    skipped = _SKIPPED * 32 * (config.warpgroups - 1) / config.block_n if spec.causal else 0.0
+    tiles = max(1.0, work.tiles / work.blocks - skipped)
+    counts = Counts(tiles, _masked_tiles(spec, config, problem), _longest(config, problem))
     rest = _REST[config.scheduler] if spec.causal else None
     clocks = grid_clocks(block_clocks, counts, query_tiles, 1, gpu.num_sms, rest)
     per_ms = 1e6 * gpu.boost_ghz * _SUSTAINED_CLOCK
