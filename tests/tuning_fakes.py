@@ -65,7 +65,7 @@ def request_for(spec: KernelSpec | None = None, seqlen: int = 4096) -> TuneReque
 
 def registers_of(config: Config) -> int:
     """What ptxas reports of a good kernel; of the sm90 family the launch's share."""
-    return {1: 255, 2: 168, 3: 128}[config.warpgroups] if isinstance(config, FwdSm90Config) else 200
+    return {1: 255, 2: 168, 3: 128, 4: 96}[config.warpgroups] if isinstance(config, FwdSm90Config) else 200
 
 
 class FakeWorker:

@@ -1,23 +1,19 @@
 """Predicted time of the sm90 family's forward.
 
 The unit of account is one key tile of a block: ``block_n`` keys against the query rows of all its consumer warpgroups.
-Tensor cores multiply for one warpgroup at a time; each scheduler does the softmax of one warp of each. With overlap and
-turns the two run side by side, and the slower one sets the pace; what is lost besides, a sharpness of that maximum for
-each way to order the products says. A single warpgroup has nobody to run under: what its products do not overlap adds
-up. A query tile adds its edges, the first products and softmax and the last product without anything beside them, Q's
-way in and the output's way out, which a second Q tile or a store from registers takes out of the way. The blocks of the
-persistent grid have so many query tiles each.
+Tensor cores multiply for one warpgroup at a time, no faster than shared memory gives the operands and takes the next
+tiles; each scheduler does the softmax of one warp of each. With overlap and turns the two run side by side, and the
+slower one sets the pace; what is lost besides, a sharpness of that maximum for each way to order the products says. A
+single warpgroup has nobody to run under: what its products do not overlap adds up. A query tile adds its edges, the
+first products and softmax and the last product without anything beside them, Q's way in and the output's way out, which
+a second Q tile or a store from registers takes out of the way. The blocks of the persistent grid have so many query
+tiles each. Sections change nothing here: what they gain is below what this can tell.
 
-Rates are those of an H200: tensor 4096 FLOPs a clock and SM (the ceilings of one, two and three warpgroups that issue
-at a time are in ``_TENSOR_SHARE``), exp2 16 a clock and SM. The other constants are fitted to 60 times of an H200: 20
-configs of head dims 64, 128 and 256, full and causal, each at 1k, 4k and 8k queries and keys, bf16, 16k tokens, hidden
-2048. They are met to 2.8 % (root mean square; at most 9 %), and configs that differ by more than 3 % come in their
-order or are level to 1 %: ``tests/unit/test_tuning_model_sm90.py`` holds this. Other head dims, turns without overlap
-and other numbers of stages are not among them: what is said of those is the model's word alone.
-
-The kernel has become faster since: its exp2 runs beside the sums and conversions of its softmax. The configs in the
-H200's table, the best ones, run at 0.92 to 1.25 times the speed that is predicted here, 1.09 in the mean; beside the
-sm80 family predictions err on that one's side.
+Rates are those of an H200: tensor 4096 FLOPs a clock and SM, exp2 16 and shared memory 128 bytes. The other constants
+are fitted to 768 times of an H200, those that a tuning session took: head dims 64, 96, 128, 192 and 256, full and
+causal, 512 to 16k queries and keys, bf16, 16k tokens, hidden 2048. They are met to 5.4 % (root mean square; at most
+23 %). Of the 8 to 21 configs of a kernel and size the fastest, or one within 1.3 % of it, is among the model's first
+eight, and one within 4.6 % among its first four: ``tests/unit/test_tuning_model_sm90.py`` holds this.
 """
 
 from __future__ import annotations
@@ -37,47 +33,45 @@ from .waves import Counts, grid_clocks
 MODEL_VERSION = "sm90-fwd-2"
 
 # FLOPs a clock and SM of wgmma; the share of it that so many warpgroups reach (H200: 767, 917 and 889 TFLOP/s).
-_TENSOR_FLOPS, _TENSOR_SHARE = 4096.0, {1: 0.84, 2: 1.0, 3: 0.97, 4: 0.97}
-# Issues of a scheduler for a score: FMNMX at half rate (online), FFMA, exp2, FADD, half a pack at half rate.
-_SCORE_ISSUES = {"online": 5.3, "guarded": 3.4}
+_TENSOR_FLOPS, _TENSOR_SHARE = 4096.0, {1: 1.0, 2: 1.0, 3: 0.94, 4: 1.0}
+# Issues of a scheduler for a score: FMNMX at half rate (online), FFMA, exp2, FADD, half a pack at half rate. Fitted
+# within what these may be.
+_SCORE_ISSUES = {"online": 6.5, "guarded": 3.0}
 # Bytes a clock that shared memory gives to wgmma and takes from TMA, and how sharply it bounds the products.
-_SMEM_BYTES, _SMEM_SHARPNESS = 128.0, 8.0
+_SMEM_BYTES, _SMEM_SHARPNESS = 128.0, 11.8
 # Clocks of a scheduler for an exp2 of a warp.
 _MUFU_CLOCKS = 8.0
 # How sharply the slower of tensor cores and softmax bounds a key tile: overlap and turns, either, neither.
-_SHARPNESS = {2: 2.02, 1: 1.51, 0: 1.36}
+_SHARPNESS = {2: 3.37, 1: 2.93, 0: 1.36}
 # Clocks of a key tile besides: waiting for mbarriers and turns.
-_TILE = 218.0
+_TILE = 20.0
 # Gaps between dependent instructions with one warp on a scheduler, as a share of its softmax; more warps fill them, to
 # this power of their number.
-_GAP, _GAP_SHARE = 0.65, 1.78
+_GAP, _GAP_SHARE = 1.5, 2.0
 # P through shared memory, clocks of a key tile: fence and barrier. Issues of a store, of 4 scores of a lane.
-_SHARED_P, _SHARED_P_ISSUES = 196.0, 2.0
-# Of a key tile's time, what a consumer that passes over it saves the block.
-_SKIPPED = 0.8
+_SHARED_P, _SHARED_P_ISSUES = 45.0, 6.0
 # A masked key tile, for each score of a lane.
-_MASK_ISSUES = 0.23
+_MASK_ISSUES = 1.5
 # Latency of a tile's load from L2 under load, clocks.
-_LOAD_LATENCY = 1000.0
+_LOAD_LATENCY = 1430.0
 # Edges of a query tile, clocks: fixed, and for 128 rows of 128 columns; what one Q tile adds (the next one is awaited);
 # and with it a store through Q's place, for as many rows and columns; a store from registers, likewise.
-_EDGE, _EDGE_SIZE, _ONE_Q, _STORE_WAIT, _DIRECT = 435.0, 780.0, 136.0, 1505.0, 205.0
+_EDGE, _EDGE_SIZE, _ONE_Q, _STORE_WAIT, _DIRECT = 910.0, 2500.0, 225.0, 1505.0, 420.0
 # What stays of a query tile's edges where they run under the next one's first product.
-_UNDER_NEXT = 0.6
+_UNDER_NEXT = 0.92
 # Clocks of a query tile to draw the next one.
 _DRAW = 50.0
 # What is left over at the end of a causal grid, in mean query tiles: drawn, and dealt out.
-_REST = {"dynamic": 1.12, "static": 1.81}
-# Share of the maximum clock that the power limit leaves (profiler: 1.6 to 1.78 of 1.98 GHz).
-_SUSTAINED_CLOCK = 0.824
+_REST = {"dynamic": 0.73, "static": 1.93}
+# Share of the maximum clock's rates that is reached: the power limit (profiler: 1.6 to 1.78 of 1.98 GHz), and all else.
+_SUSTAINED_CLOCK = 0.846
 # Launch and drain of a grid, milliseconds.
 _LAUNCH_MS = 0.0045
 # Bytes a clock and SM of L2's reads by TMA (profiler: 37 % of the peak at 5 TB/s), and how sharply it and HBM bound.
 _L2_BYTES, _MEMORY_SHARPNESS = 58.0, 6.0
-# Registers beyond the lower estimate of constraints.py that consumers want for a schedule without stalls, of two and
-# three; slowdown for each that is missing. (H200, head dim 128, 4k and 8k keys, an earlier kernel of this structure:
-# tiles of 176 keys 3 to 8 % behind those of 128.) And for each that is spilled: such a kernel is no candidate.
-_SCHEDULE_REGISTERS, _PRESSURE, _SPILL_PRESSURE = {1: 0, 2: 40, 3: 8, 4: 8}, 0.002, 0.1
+# Registers beyond the lower estimate of constraints.py that consumers want for a schedule without stalls, of one to
+# four; slowdown for each that is missing. And for each that is spilled: such a kernel is no candidate.
+_SCHEDULE_REGISTERS, _PRESSURE, _SPILL_PRESSURE = {1: 0, 2: 2, 3: 8, 4: 11}, 0.0033, 0.1
 
 
 def estimate_facts(spec: KernelSpec, config: FwdSm90Config) -> Facts:
@@ -103,10 +97,7 @@ def predict(spec: KernelSpec, config: FwdSm90Config, problem: Problem, gpu: Gpu,
         """SM time of a query tile; ``together`` is 1 throughout."""
         return (tiles * tile.clocks + masked * tile.mask + edge) * pressure
 
-    # Key tiles that only later consumers see, in mean: the others pass over them.
-    skipped = _SKIPPED * 32 * (config.warpgroups - 1) / config.block_n if spec.causal else 0.0
-    tiles = max(1.0, work.tiles / work.blocks - skipped)
-    counts = Counts(tiles, _masked_tiles(spec, config, problem), _longest(config, problem))
+    counts = Counts(work.tiles / work.blocks, _masked_tiles(spec, config, problem), _longest(config, problem))
     rest = _REST[config.scheduler] if spec.causal else None
     clocks = grid_clocks(block_clocks, counts, query_tiles, 1, gpu.num_sms, rest)
     per_ms = 1e6 * gpu.boost_ghz * _SUSTAINED_CLOCK
