@@ -29,6 +29,10 @@ CONFIGS = (
 # With and without maxima after a repair, P from registers and from shared memory.
 FEW = (CONFIGS[0], CONFIGS[2], CONFIGS[4], CONFIGS[6])
 each_config = pytest.mark.parametrize(("head_dim", "slug"), CONFIGS)
+most_configs = pytest.mark.parametrize(
+    ("head_dim", "slug"),
+    [pytest.param(*config, marks=pytest.mark.slow if number % 2 else ()) for number, config in enumerate(CONFIGS)],
+)
 few_configs = pytest.mark.parametrize(("head_dim", "slug"), FEW)
 # More than what a tile may lead the reference by, as a power of e: 2^24, and for fp16's range 2^15.
 PAST_RANGE = {"bf16": 20.0, "fp16": 12.0}
@@ -121,7 +125,7 @@ def test_every_tile_of_every_warp(head_dim: int, slug: str, causal: bool, dtype:
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@each_config
+@most_configs
 def test_every_second_tile(head_dim: int, slug: str, causal: bool) -> None:
     """Between two that must be repaired is one that need not: a warp is back with its reference before the second."""
     config = FwdSm90Config.from_slug(slug)
@@ -135,7 +139,7 @@ def test_every_second_tile(head_dim: int, slug: str, causal: bool) -> None:
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@each_config
+@most_configs
 def test_one_row(head_dim: int, slug: str, causal: bool) -> None:
     """One warp repairs, and the others of its warpgroup, with which it multiplies, do not."""
     config = FwdSm90Config.from_slug(slug)
@@ -157,7 +161,7 @@ def test_one_query_tile_of_several(head_dim: int, slug: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("causal", [False, True])
-@each_config
+@most_configs
 def test_sharp_logits(head_dim: int, slug: str, causal: bool, dtype: str) -> None:
     """Sixty times as large: most rows attend to one key, and which tile has it is chance."""
     config = FwdSm90Config.from_slug(slug)

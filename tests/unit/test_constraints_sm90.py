@@ -48,7 +48,7 @@ def test_defaults_by_head_dim():
         64: "sm90_256x64_st4_q2_ov_xt_pp_guarded_static_tma",
         96: "sm90_128x128_st2_q2r4_ov_xt_pp_guarded_static_tma",
         128: "sm90_128x128_st2_q2r8_ov_xt_pp_guarded_static_tma",
-        192: "sm90_128x96_st2_q1x1r8_ov_xt_pp_guarded_static_direct",
+        192: "sm90_128x64_st2x1_q2r8_ov_xt_pp_guarded_static_tma",
         256: "sm90_128x64_st2_q1r4_ov_pp_guarded_static_direct",
     }
 
