@@ -112,7 +112,12 @@ def test_the_pool_is_broad_and_legal() -> None:
     assert {config.pack_gqa for config in sm80} == {False, True}
     sm90 = [config for config in configs if isinstance(config, FwdSm90Config)]
     assert len(sm90) > 20
-    assert {config.warpgroups for config in sm90} == {1, 2, 3}
+    assert {config.warpgroups for config in sm90} == {1, 2, 3, 4}
+    assert {config.softmax for config in sm90} == {"online", "guarded"}
+    assert {config.overlap_tiles for config in sm90} == {False, True}
+    assert {config.q_regs for config in sm90} == {0, 4, 8}
+    assert {config.k_extra for config in sm90} == {0, 1}
+    assert {config.q_extra for config in sm90} == {0, 1}
     assert {config.scheduler for config in sm90} == {"static", "dynamic"}
     assert {config.epilogue for config in sm90} == {"tma", "direct"}
     assert {config.p_in_smem for config in sm90} == {False, True}
