@@ -10,6 +10,8 @@ GPU ?= a100
 HEADDIM ?= 128
 TUNE_ARGS ?=
 PYTEST_ARGS ?=
+# Two processes, each with whole files: kernels are compiled once for a file.
+TEST_JOBS ?= 2
 
 BIN = $(VENV)/bin
 PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
@@ -20,7 +22,7 @@ tune: $(VENV)/.install
 	$(BIN)/fa2gen tune --headdim $(HEADDIM) --gpu $(GPU) $(TUNE_ARGS)
 
 test: $(VENV)/.install
-	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile -m "not slow" $(PYTEST_ARGS)
 
 test-full: $(VENV)/.install
 	FA2GEN_TEST_FULL=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
