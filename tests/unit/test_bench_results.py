@@ -126,20 +126,30 @@ def test_readme_s_figures_of_repairs() -> None:
 
 def test_readme_s_figures_of_repairs_of_the_sm90_family() -> None:
     rows = read(ROOT / "benchmarks" / "results" / "h200_repairs_sm90_bf16.json").rows
+    full = [row for row in rows if not row.cell.spec.causal]
     every, some, none = (
-        _listed([f"{row.ratio('online'):.2f}" for row in rows if row.cell.data == data])
+        _listed([f"{row.ratio('online'):.2f}" for row in full if row.cell.data == data])
         for data in ("repair-all", "repair-1pct", "normal")
     )
     text = (
-        f"runs at {every} × on data on which every query tile is repaired, at {some} × where one in a hundred is, and"
+        f"runs at {every} × on data on which every query tile needs a repair, at {some} × where one in a hundred does"
     )
-    assert f"{text} at {none} × on normal data" in README
+    assert f"{text}, and at {none} × on normal data" in README
+    # What is said to be repaired is: figures of data that a config repairs nothing of are not among them.
+    assert all(bool(row.repairs) == (row.cell.data != "normal") for row in full)
+    by_data = {row.cell.data: row for row in rows if row.cell.spec.causal and row.cell.spec.head_dim == 64}
+    assert all(by_data[data].repairs for data in ("repair-all", "repair-1pct"))
+    ratios = [by_data[data].ratio("online") for data in ("repair-all", "repair-1pct")]
+    assert f"at head dim 64 only, {ratios[0]:.2f} and {ratios[1]:.2f} ×" in README
 
 
 def test_readme_s_figures_of_a_gpt_s_repairs() -> None:
     document = json.loads((ROOT / "benchmarks" / "results" / "repair_rate" / "1.3b_2k.json").read_text())
     shares = {(one["step"], one["layer"]): one["repaired"] / one["visited"] for one in document["counts"]}
-    assert f"at most {100 * max(shares.values()):.2f} % of a layer's (warp, key tile) pairs are repaired" in README
+    assert (
+        f"at most {100 * max(shares.values()):.2f} % of a layer's (warp, key tile) pairs are repaired in the five"
+        in README
+    )
     assert not any(share for (step, _), share in shares.items() if step <= 10)
     assert document["setting"]["steps"] == 200
 
