@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import csv
 import dataclasses
-import math
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -119,7 +118,7 @@ def read(lines: Iterable[str]) -> Iterator[tuple[str, dict[str, float], dict[str
 
 
 def _number(text: str) -> float:
-    return float(text.replace(",", "")) if text else math.nan
+    return float(text.replace(",", ""))
 
 
 if __name__ == "__main__":

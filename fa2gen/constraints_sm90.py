@@ -20,6 +20,7 @@ MAX_WARPGROUPS = 4
 _PANEL_COLUMNS = 64
 _ROW_BYTES = 128  # of a panel
 _MAX_STAGES = 4
+_MAX_SECTION_MIB = 1024  # no chip has as much L2
 _MAX_BLOCK_N = 256  # wgmma's widest product
 # mbarriers: a full and an empty one of 8 bytes a stage. Tile numbers that are drawn pass through two slots, which have
 # them too.
@@ -119,8 +120,8 @@ def estimate_registers(spec: KernelSpec, config: FwdSm90Config) -> int:
 def has_room_for_q(spec: KernelSpec, config: FwdSm90Config, q_regs: int) -> bool:
     """Whether so many k16 steps of Q in registers leave enough of them.
 
-    H200: head dim 256 with 64 keys has 8 left beside 8 steps and is 0.97 to 1.0 times as fast with them as with 4; head
-    dim 128 with 128 keys has 24 left and is 1.0 to 1.02 times as fast.
+    H200: head dim 256 with 64 keys has 8 left beside 8 steps and is 0.94 to 1.03 times as fast with them as with 4,
+    0.99 in the median of 21 pairs; head dim 128 with 128 keys has 24 left and is 1.01 and 1.02 times as fast.
     """
     if q_regs > output_columns(spec.head_dim) // 16:
         return False
@@ -145,6 +146,8 @@ def config_reason(config: FwdSm90Config) -> str | None:
             f"q_extra {config.q_extra}: beside 1 q_stages there may be {config.warpgroups - 1} for {config.warpgroups} "
             "consumers, beside 2 none"
         )
+    if config.section_mib > _MAX_SECTION_MIB:
+        return f"section_mib {config.section_mib} is above {_MAX_SECTION_MIB}"
     share = _launch_registers(config)
     if config.block_n // 2 + _INSTRUCTION_REGISTERS > share:
         return f"block_n {config.block_n}: its product takes more than the {share} registers of the launch's share"
@@ -172,6 +175,8 @@ def infeasible_reason(spec: KernelSpec, config: FwdSm90Config, arch: ArchLimits)
         return "family sm90 copies by TMA, which needs 16-byte alignment"
     if reason := config_reason(config):
         return reason
+    if config.section_mib and not spec.causal:
+        return "section_mib orders the tiles of a causal mask, and there is none"
     # In its turn a consumer waits for the first key tile that it sees, and those that wait for their turns hold the
     # ones before.
     if spec.causal and config.overlap_tiles and config.num_stages <= most_skipped(config):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor
 from fa2gen.emulator import Counters, run_forward
 from fa2gen.gate import check_forward
 from fa2gen.spec import FwdConfig, KernelSpec
+from tests.guarded_rows import require_infinite_keys, require_unseen_nan
 
 TILES = 4  # of 64 keys
 STEP = "sm80_64x64s32_w4_st2_qs_guarded_mb1"
@@ -118,33 +120,9 @@ def test_weights_beyond_fp16(lead: float) -> None:
 
 @pytest.mark.parametrize("slug", FEW)
 def test_infinite_keys(slug: str) -> None:
-    """Keys whose scores are -inf weigh nothing, also where they fill the first step, or all."""
-    for first in (224, 192, 96):
-        q, k, v = _inputs(64)
-        q[..., -1] = 1
-        k[:, first:, :, -1] = -math.inf
-        out, lse, _ = _run(slug, q, k, v)
-        report = check_forward(out, lse, q, k[:, :first], v[:, :first], causal=False, softmax_scale=1.0)
-        assert report.passed, report.text
-    k[..., -1] = -math.inf
-    out, lse, _ = _run(slug, q, k, v)
-    assert (out == 0).all()
-    assert (lse == -math.inf).all()
-    k[:, 9, :, -1] = math.inf
-    out, lse, _ = _run(slug, q, k, v)
-    assert out.isnan().all()
-    assert lse.isnan().all()
+    require_infinite_keys(functools.partial(_run, slug), lambda: _inputs(64), (224, 192, 96))
 
 
 @pytest.mark.parametrize("slug", FEW)
 def test_keys_that_a_row_does_not_see_may_be_nan(slug: str) -> None:
-    q, k, v = _inputs(100)
-    # The last 30 rows see key 226 (row i sees keys up to i + 156), the others must not notice it.
-    k[:, 226] = math.nan
-    out, lse, _ = _run(slug, q, k, v, causal=True)
-    assert out[:, 70:].isnan().all()
-    assert lse[..., 70:].isnan().all()
-    report = check_forward(
-        out[:, :70], lse[..., :70], q[:, :70], k[:, :226], v[:, :226], causal=True, softmax_scale=1.0
-    )
-    assert report.passed, report.text
+    require_unseen_nan(functools.partial(_run, slug), *_inputs(100))

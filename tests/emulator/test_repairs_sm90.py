@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import functools
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from fa2gen.emulator import Counters, run_forward
 from fa2gen.gate import check_forward
 from fa2gen.hardware import arch_limits
 from fa2gen.spec import FwdSm90Config, KernelSpec
+from tests.guarded_rows import require_infinite_keys, require_unseen_nan
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 CONFIGS = (
@@ -205,34 +206,11 @@ def test_weights_beyond_fp16(head_dim: int, slug: str, lead: float) -> None:
 
 @few_configs
 def test_infinite_keys(head_dim: int, slug: str) -> None:
-    """Keys whose scores are -inf weigh nothing, also where they fill the first tile, or all."""
     keys = 4 * FwdSm90Config.from_slug(slug).block_n
-    for first in (keys - 20, 2 * keys // 4, keys // 3):
-        q, k, v = _inputs(head_dim, 64, keys)
-        q[..., -1] = 1
-        k[:, first:, :, -1] = -math.inf
-        out, lse, _ = _run(slug, q, k, v)
-        report = check_forward(out, lse, q, k[:, :first], v[:, :first], causal=False, softmax_scale=1.0)
-        assert report.passed, report.text
-    k[..., -1] = -math.inf
-    out, lse, _ = _run(slug, q, k, v)
-    assert (out == 0).all()
-    assert (lse == -math.inf).all()
-    k[:, 9, :, -1] = math.inf
-    out, lse, _ = _run(slug, q, k, v)
-    assert out.isnan().all()
-    assert lse.isnan().all()
+    run = functools.partial(_run, slug)
+    require_infinite_keys(run, lambda: _inputs(head_dim, 64, keys), (keys - 20, keys // 2, keys // 3))
 
 
 @few_configs
 def test_keys_that_a_row_does_not_see_may_be_nan(head_dim: int, slug: str) -> None:
-    q, k, v = _inputs(head_dim, 100, 256)
-    # The last 30 rows see key 226 (row i sees keys up to i + 156), the others must not notice it.
-    k[:, 226] = math.nan
-    out, lse, _ = _run(slug, q, k, v, causal=True)
-    assert out[:, 70:].isnan().all()
-    assert lse[..., 70:].isnan().all()
-    report = check_forward(
-        out[:, :70], lse[..., :70], q[:, :70], k[:, :226], v[:, :226], causal=True, softmax_scale=1.0
-    )
-    assert report.passed, report.text
+    require_unseen_nan(functools.partial(_run, slug), *_inputs(head_dim, 100, 256))

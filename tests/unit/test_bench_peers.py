@@ -190,3 +190,9 @@ def test_registry_finds_what_torch_ships() -> None:
     found, missing = find_peers(list(PEERS))
     assert [one.name for one in found][:3] == ["fa2", "cudnn", "efficient"]
     assert {one.name for one in found} | set(missing) == set(PEERS)
+
+
+def test_builds_under_other_names_tell_their_version() -> None:
+    assert peers._version("no-such-distribution", module=pytest) == f"{pytest.__version__} (pytest)"
+    assert peers._version("no-such-distribution", module=SimpleNamespace(__version__="7")) == "7"
+    assert peers._version("no-such-distribution") == "unknown"

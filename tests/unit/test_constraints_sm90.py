@@ -278,3 +278,11 @@ def test_q_in_registers_are_steps_of_the_head_dim():
         assert estimate_registers(KernelSpec(head_dim=40), some) == without + 4 * q_regs
         reason = infeasible_reason(KernelSpec(head_dim=40), some, HOPPER)
         assert reason == ("q_regs 4 is above the 3 k16 steps of head_dim 40" if q_regs > 3 else None)
+
+
+def test_sections_are_of_causal_masks_and_of_an_l2_that_may_be():
+    config = FwdSm90Config(section_mib=8)
+    assert infeasible_reason(KernelSpec(causal=True), config, HOPPER) is None
+    assert "there is none" in infeasible_reason(KernelSpec(), config, HOPPER)
+    huge = FwdSm90Config(section_mib=1025)
+    assert infeasible_reason(KernelSpec(causal=True), huge, HOPPER) == "section_mib 1025 is above 1024"
